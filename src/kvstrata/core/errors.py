@@ -1,0 +1,60 @@
+"""Every exception that KVStrata raises on purpose, grouped by what its handler does.
+
+A miss is a value, a fault is one of these, a bug is ``InvariantViolated``. ``code`` is stable and
+append-only: it labels metrics and log lines.
+"""
+
+from typing import ClassVar
+
+
+class KVStrataError(Exception):
+    """Root of the tree. ``hint`` says what to do about it."""
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message}\n  hint: {self.hint}" if self.hint else message
+
+
+class ConfigError(KVStrataError, ValueError):
+    """A setting is unknown, contradictory or impossible here: stop and show it."""
+
+    code = "config"
+
+
+class FormatError(ConfigError):
+    """A directory holds another format version or geometry, or a damaged superblock."""
+
+    code = "format"
+
+
+class TierUnavailable(KVStrataError, ConnectionError):
+    """A tier cannot be reached: treat its blocks as misses and probe it later."""
+
+    code = "tier_unavailable"
+    retryable = True
+
+
+class ServerUnavailable(KVStrataError, ConnectionError):
+    """The cache server is gone, refuses us or does not answer in time."""
+
+    code = "server_unavailable"
+    retryable = True
+
+
+class ProtocolError(KVStrataError, ValueError):
+    """The peer sent a frame that the schema or its limits forbid: close the connection."""
+
+    code = "protocol"
+
+
+class InvariantViolated(KVStrataError, AssertionError):
+    """A bug of ours."""
+
+    code = "invariant"

@@ -1,0 +1,42 @@
+"""The words that every layer shares."""
+
+import enum
+from typing import Final, Literal, NamedTuple
+
+Tier = Literal["host", "disk", "remote"]
+
+BlockKey = bytes
+"""Identity of a block's content in context, ``BLOCK_KEY_BYTES`` long."""
+
+NamespaceId = bytes
+"""Fingerprint of what makes bytes comparable, ``NAMESPACE_ID_BYTES`` long."""
+
+StoreKey = bytes
+"""``NamespaceId + BlockKey``: what the index and every store know a block by."""
+
+BLOCK_KEY_BYTES: Final = 32
+NAMESPACE_ID_BYTES: Final = 16
+STORE_KEY_BYTES: Final = NAMESPACE_ID_BYTES + BLOCK_KEY_BYTES
+
+
+class Read(enum.Enum):
+    """Fate of one block in a batched read."""
+
+    HIT = "hit"
+    MISS = "miss"
+    CORRUPT = "corrupt"  # the stored bytes failed a check; the store has dropped them
+
+
+class Write(enum.Enum):
+    """Fate of one block in a batched write."""
+
+    STORED = "stored"
+    EXISTS = "exists"  # the key was there already; nothing was written
+    FULL = "full"  # no room; the caller evicts and tries again, or gives up
+
+
+class StoredBlock(NamedTuple):
+    """One block of a persistent store, as found when it is opened."""
+
+    key: StoreKey
+    parent: StoreKey | None  # the block before it in its prompt; None for a first block

@@ -1,0 +1,60 @@
+"""The contract of a place that holds blocks by key."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvstrata.core.types import Read, StoreKey, Write
+
+
+class StoreStatistics(NamedTuple):
+    """A snapshot of one store."""
+
+    blocks: int
+    capacity_blocks: int
+    block_bytes: int
+    corrupt_blocks: int  # found damaged and dropped since the store was opened
+
+
+class Store(Protocol):
+    """A flat map from ``StoreKey`` to exactly ``block_bytes`` bytes.
+
+    * Methods block the calling thread and may be called from several threads at once.
+    * Batches are not transactions: each block succeeds or fails alone.
+    * A missing block is a value (``Read.MISS``); an unreachable store raises ``TierUnavailable``
+      and leaves the buffers undefined.
+    * Buffers belong to the caller; nothing of them is kept after the call.
+    """
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+        """Whether each key would be found. May be wrong by the time of the read."""
+        ...
+
+    def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        """Copy block ``keys[i]`` into ``buffers[i]``, each exactly ``block_bytes`` long.
+
+        Returns one ``Read`` per key, in order. Buffers whose block is not ``HIT`` hold garbage.
+        """
+        ...
+
+    def write(
+        self,
+        keys: Sequence[StoreKey],
+        parents: Sequence[StoreKey | None],
+        buffers: Sequence[memoryview],
+    ) -> list[Write]:
+        """Store ``buffers[i]`` under ``keys[i]``; ``parents[i]`` is kept with it.
+
+        A block that is reported ``STORED`` is found by every later call, also after a restart
+        if the store is persistent.
+        """
+        ...
+
+    def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
+        """Forget the keys; whether each was there. Its room can be used again."""
+        ...
+
+    def statistics(self) -> StoreStatistics: ...
+
+    def close(self) -> None:
+        """Release every resource. Later calls raise ``TierUnavailable``. Idempotent."""
+        ...
