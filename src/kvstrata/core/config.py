@@ -1,0 +1,330 @@
+"""Every setting of KVStrata: one frozen model.
+
+Where values come from, and which source wins, is ``kvstrata.core.load``. Whether the machine can
+hold what is asked for is ``kvstrata.core.limits``.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.pipeline import (
+    disk_segment,
+    host_segment,
+    order_fault,
+    parse_pipeline,
+    tier_kind,
+)
+from kvstrata.core.units import parse_bytes
+
+__all__ = [
+    "Config",
+    "Contradiction",
+    "Contradictions",
+    "DiskTier",
+    "HostTier",
+    "config_from_json",
+    "config_to_json",
+    "pipeline_string",
+]
+
+_ONE_DAY_SECONDS: Final = 86_400
+_SOCKET_PATH_BYTES: Final = 107  # what fits in sun_path, less its closing zero
+
+
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ConfigError("a number is expected, not true or false")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ConfigError(f"the path {str(path)!r} is not absolute")
+    if "\0" in str(path):
+        raise ConfigError("the path holds a zero character")
+    return path
+
+
+def _socket_path(path: Path) -> Path:
+    length_bytes = len(bytes(_absolute(path)))
+    if length_bytes > _SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"the path is {length_bytes} bytes long and a socket's holds {_SOCKET_PATH_BYTES}"
+        )
+    return path
+
+
+def _host_capacity(value: object) -> int | str:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    return parse_bytes(value)
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(_refuse_bool),
+    Field(gt=0, le=_ONE_DAY_SECONDS, allow_inf_nan=False),
+]
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+
+
+class HostTier(BaseModel):
+    """Host memory, shared by the server and the workers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["host"] = "host"
+    capacity: Annotated[int | Literal["auto"], BeforeValidator(_host_capacity)] = Field(
+        default="auto",
+        description="Bytes of host memory. `auto`: 25 % of the memory available, at most 64 GiB.",
+        examples=["8GiB"],
+    )
+
+
+class DiskTier(BaseModel):
+    """A directory of block files; survives restarts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["disk"] = "disk"
+    path: Annotated[Path, AfterValidator(_absolute)] = Field(
+        description="Absolute path of the directory; it is made if its parent allows it.",
+        examples=["/var/cache/kv"],
+    )
+    capacity: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        description="Bytes of disk.",
+        examples=["200GiB"],
+    )
+
+
+Tier = HostTier | DiskTier
+
+
+def _known_kind(item: object) -> object:
+    if isinstance(item, HostTier | DiskTier):
+        return item
+    if not isinstance(item, Mapping) or not isinstance(item.get("kind"), str):
+        raise ConfigError(
+            "a tier of the list is a mapping with a kind",
+            hint="write {kind: host, capacity: …} or {kind: disk, path: …, capacity: …}",
+        )
+    return {**item, "kind": tier_kind(item["kind"])}
+
+
+def _spell_out(value: object) -> object:
+    return parse_pipeline(value) if isinstance(value, str) else value
+
+
+def _in_order(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    fault = order_fault([tier.kind for tier in tiers])
+    if fault is not None:
+        raise ConfigError(fault.message, hint=fault.hint)
+    return tiers
+
+
+class Contradiction(NamedTuple):
+    """Settings that are each valid and cannot hold together."""
+
+    keys: tuple[str, ...]
+    message: str
+    hint: str
+
+
+class Contradictions(ConfigError):
+    """All contradictions of one configuration."""
+
+    def __init__(self, found: tuple[Contradiction, ...]) -> None:
+        super().__init__("; ".join(each.message for each in found))
+        self.found = found
+
+
+class Config(BaseModel):
+    """What an operator can set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tiers: Annotated[
+        tuple[Annotated[Tier, Field(discriminator="kind"), BeforeValidator(_known_kind)], ...],
+        BeforeValidator(_spell_out),
+        AfterValidator(_in_order),
+    ] = Field(
+        default=(HostTier(),),
+        description=(
+            "Where blocks are kept below device memory, fastest first: exactly one host tier, then "
+            "at most one disk tier. A pipeline string or a list of mappings."
+        ),
+        examples=["host:8GiB | disk:/var/cache/kv:200GiB"],
+    )
+    tokens_per_block: Count | None = Field(
+        default=None,
+        description=(
+            "Tokens in one block; a multiple of the engine's block size. Unset: the smallest such "
+            "multiple that is at least 64."
+        ),
+        examples=["64"],
+    )
+    server: Literal["embedded", "attached"] = Field(
+        default="embedded",
+        description=(
+            "`embedded`: the engine starts a cache server of its own, which ends with it. "
+            "`attached`: the engine joins the server that `socket` names."
+        ),
+        examples=["attached"],
+    )
+    socket: Annotated[Path, AfterValidator(_socket_path)] | None = Field(
+        default=None,
+        description=(
+            "Absolute path of the server's unix socket. Needed with `server: attached`, refused "
+            "with `server: embedded`."
+        ),
+        examples=["/run/kvstrata/kvstrata.sock"],
+    )
+    weights_fingerprint: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description=(
+            "Text that names these model weights and no others; blocks are shared where it is "
+            "equal. Unset: computed from the weight files."
+        ),
+        examples=["llama-3.1-8b-2024-07-23"],
+    )
+    lookup_wait_seconds: Seconds = Field(
+        default=0.001,
+        description=(
+            "Seconds for which the engine's scheduler waits for the reply to a lookup before it "
+            "goes on and asks again. At most `lookup_timeout_seconds`."
+        ),
+        examples=["0.001"],
+    )
+    lookup_timeout_seconds: Seconds = Field(
+        default=0.1,
+        description="Seconds after which a lookup without a reply counts as a miss.",
+        examples=["0.1"],
+    )
+    load_timeout_seconds: Seconds = Field(
+        default=2.0,
+        description=(
+            "Longest time in seconds that a request waits for blocks to come from disk; then it "
+            "is computed instead."
+        ),
+        examples=["2"],
+    )
+    save_timeout_seconds: Seconds = Field(
+        default=5.0,
+        description=(
+            "Seconds after which an unanswered or unfinished save is abandoned and its device "
+            "blocks are let go."
+        ),
+        examples=["5"],
+    )
+    start_timeout_seconds: Seconds = Field(
+        default=20.0,
+        description="Seconds that the embedded server has to start.",
+        examples=["20"],
+    )
+    reconnect_seconds: Seconds = Field(
+        default=1.0,
+        description="Pause in seconds between attempts to reach a server that has gone away.",
+        examples=["1"],
+    )
+    drain_timeout_seconds: Seconds = Field(
+        default=5.0,
+        description="Seconds for which a stopping server writes what is not yet on disk.",
+        examples=["5"],
+    )
+    max_saving_blocks: Count = Field(
+        default=4096,
+        description=(
+            "Largest number of the engine's KV blocks that saves in flight keep from reuse; "
+            "beyond it, saves are skipped."
+        ),
+        examples=["4096"],
+    )
+    prefault: bool = Field(
+        default=True,
+        description=(
+            "Touch all of the host tier's memory at start: a slower start, and no page faults and "
+            "no surprise about memory later."
+        ),
+        examples=["true"],
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Config":
+        found = tuple(check for each in _CHECKS if (check := each(self)) is not None)
+        if found:
+            raise Contradictions(found)
+        return self
+
+
+def _server_and_socket(config: Config) -> Contradiction | None:
+    if config.server == "attached" and config.socket is None:
+        return Contradiction(
+            ("server", "socket"),
+            "server is 'attached' and socket is not set",
+            "set socket to the server's socket, or server to 'embedded'",
+        )
+    if config.server == "embedded" and config.socket is not None:
+        return Contradiction(
+            ("server", "socket"),
+            f"server is 'embedded' and socket is {str(config.socket)!r}",
+            "set server to 'attached' to join that server, or take socket away",
+        )
+    return None
+
+
+def _wait_within_timeout(config: Config) -> Contradiction | None:
+    if config.lookup_wait_seconds <= config.lookup_timeout_seconds:
+        return None
+    return Contradiction(
+        ("lookup_wait_seconds", "lookup_timeout_seconds"),
+        f"lookup_wait_seconds is {config.lookup_wait_seconds} and longer than "
+        f"lookup_timeout_seconds, {config.lookup_timeout_seconds}",
+        "make lookup_wait_seconds shorter or lookup_timeout_seconds longer",
+    )
+
+
+_CHECKS: Final[tuple[Callable[[Config], Contradiction | None], ...]] = (
+    _server_and_socket,
+    _wait_within_timeout,
+)
+
+
+def config_to_json(config: Config) -> str:
+    """Return *config* as JSON; ``config_from_json`` gives an equal one back."""
+    return config.model_dump_json()
+
+
+def config_from_json(text: str | bytes) -> Config:
+    """Return the configuration that ``config_to_json`` wrote; anything else is a ConfigError."""
+    try:
+        return Config.model_validate_json(text)
+    except ValidationError as e:
+        faults = "; ".join(_one_line(fault) for fault in e.errors(include_input=False))
+        raise ConfigError(f"this is not a configuration in JSON: {faults}") from None
+
+
+def _one_line(fault: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    return f"{where}: {fault['msg']}" if where else str(fault["msg"])
+
+
+def pipeline_string(tiers: tuple[Tier, ...]) -> str:
+    """Return the pipeline string that says *tiers*."""
+    return " | ".join(
+        host_segment(tier.capacity)
+        if isinstance(tier, HostTier)
+        else disk_segment(tier.path, tier.capacity)
+        for tier in tiers
+    )

@@ -1,0 +1,336 @@
+"""Where settings come from, and which source wins. The only reader of the environment.
+
+``overrides`` (``kv_connector_extra_config`` or the command line) > ``KVSTRATA_*`` > the file >
+defaults. All faults of one load are reported together.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from kvstrata.core.config import Config, Contradictions, DiskTier, HostTier
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.pipeline import redact
+
+__all__ = ["ENVIRONMENT_PREFIX", "Setting", "explain", "load_config", "python_hash_seed"]
+
+ENVIRONMENT_PREFIX: Final = "KVSTRATA_"
+FILE_VARIABLE: Final = "KVSTRATA_CONFIG"
+FILE_KEY: Final = "config_file"
+
+_FIELDS: Final = Config.model_fields
+_LONGEST_SHOWN_CHARACTERS: Final = 200
+_TIER_MODELS: Final[dict[str, type[HostTier | DiskTier]]] = {"host": HostTier, "disk": DiskTier}
+
+
+class Setting(NamedTuple):
+    """One setting in force, and who said so."""
+
+    value: Any
+    source: str
+
+
+class _Fault(NamedTuple):
+    """One thing wrong with what was given, and what to do about it."""
+
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One place that settings come from."""
+
+    name: str
+    values: Mapping[str, object]
+    extra_known: tuple[str, ...] = ()  # names it takes that are not settings
+    prefix: str = ""  # what this source writes before a setting's name, in capitals
+
+    def label(self, key: str) -> str:
+        """Name the source of *key* as an error should."""
+        return f"{self.name} {self.spell(key)}" if self.prefix else self.name
+
+    def spell(self, key: str) -> str:
+        return f"{self.prefix}{key.upper()}" if self.prefix else key
+
+
+def load_config(
+    overrides: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    overrides_name: str = "kv_connector_extra_config",
+) -> Config:
+    """Return the configuration that all sources together say.
+
+    Args:
+        overrides: Settings that win over all others; its key ``config_file`` names the file.
+        environ: The environment; this process's if None.
+        overrides_name: What errors call *overrides*.
+
+    Raises:
+        ConfigError: naming every unknown key and every wrong value, with their sources.
+    """
+    return _load(overrides, environ, overrides_name)[0]
+
+
+def explain(
+    overrides: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    overrides_name: str = "kv_connector_extra_config",
+) -> dict[str, Setting]:
+    """Return every setting in force with its source, in the model's order.
+
+    Takes and raises what ``load_config`` does.
+    """
+    config, origins = _load(overrides, environ, overrides_name)
+    return {
+        key: Setting(getattr(config, key), origins[key].label(key) if key in origins else "default")
+        for key in _FIELDS
+    }
+
+
+def python_hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return PYTHONHASHSEED, on which vLLM's block hashes depend, or None if it is not set."""
+    return (os.environ if environ is None else environ).get("PYTHONHASHSEED")
+
+
+def _load(
+    overrides: Mapping[str, object] | None,
+    environ: Mapping[str, str] | None,
+    overrides_name: str,
+) -> tuple[Config, dict[str, _Source]]:
+    faults: list[_Fault] = []
+    sources = _sources(overrides or {}, os.environ if environ is None else environ, overrides_name)
+    values: dict[str, object] = {}
+    origins: dict[str, _Source] = {}
+    for source in _with_file(sources, faults):
+        faults += _unknown_keys(source)
+        for key in _FIELDS.keys() & source.values.keys():
+            values[key] = source.values[key]
+            origins[key] = source
+    config, wrong = _validate(values, origins)
+    faults += wrong
+    if config is None or faults:
+        raise _as_error(faults)
+    return config, origins
+
+
+# --- sources ---------------------------------------------------------------------------------
+
+
+def _sources(
+    overrides: Mapping[str, object], environ: Mapping[str, str], overrides_name: str
+) -> tuple[_Source, _Source]:
+    """Return environment and overrides, the weaker first."""
+    variables = {
+        _setting_name(name): value
+        for name, value in environ.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
+    environment = _Source("environment", variables, (FILE_VARIABLE,), ENVIRONMENT_PREFIX)
+    given = _Source(overrides_name, {str(k): v for k, v in overrides.items()}, (FILE_KEY,))
+    return environment, given
+
+
+def _setting_name(variable: str) -> str:
+    """Return the setting that *variable* names, or the variable itself if it names none."""
+    rest = variable.removeprefix(ENVIRONMENT_PREFIX)
+    return rest.lower() if rest == rest.upper() and rest.lower() in _FIELDS else variable
+
+
+def _with_file(sources: tuple[_Source, _Source], faults: list[_Fault]) -> Iterator[_Source]:
+    environment, given = sources
+    if FILE_KEY in given.values:
+        named, said_by = given.values[FILE_KEY], f"{FILE_KEY} in {given.name}"
+    else:
+        named, said_by = environment.values.get(FILE_VARIABLE), f"environment {FILE_VARIABLE}"
+    if named is not None:
+        try:
+            yield _Source(f"file {named}", _read_file(named, said_by))
+        except ConfigError as e:
+            faults.append(_Fault(str(e.args[0]), e.hint or ""))
+    yield environment
+    yield given
+
+
+def _read_file(named: object, said_by: str) -> dict[str, object]:
+    if not isinstance(named, str | os.PathLike) or not str(named):
+        raise ConfigError(
+            f"{_show(named)} is not the path of a file (from {said_by})",
+            hint="give the path of a YAML or JSON file",
+        )
+    path = Path(named)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(
+            f"cannot read the file {path}: {e.strerror} (from {said_by})",
+            hint="check that it exists and that this user may read it",
+        ) from e
+    except ValueError as e:  # not UTF-8, or a zero character in the path
+        raise ConfigError(
+            f"cannot read the file {path}: {e} (from {said_by})", hint="save it as UTF-8 text"
+        ) from e
+    content = _parse(path, text)
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"the file {path} holds a {type(content).__name__}, not a mapping (from {said_by})",
+            hint="write one setting a line, for example 'tiers: host:8GiB'",
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def _parse(path: Path, text: str) -> object:
+    is_json = path.suffix == ".json" or (
+        path.suffix not in {".yaml", ".yml"} and text.lstrip().startswith("{")
+    )
+    try:
+        if is_json:
+            return json.loads(text)
+        content = yaml.safe_load(text)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"the file {path} is not JSON: {e}", hint="mend it") from e
+    except yaml.MarkedYAMLError as e:
+        where = f", line {e.problem_mark.line + 1}" if e.problem_mark else ""
+        raise ConfigError(
+            f"the file {path} is not YAML: {e.problem}{where}", hint="quote values with ': '"
+        ) from e
+    except yaml.YAMLError as e:
+        raise ConfigError(f"the file {path} is not YAML: {e}", hint="mend it") from e
+    return {} if content is None else content
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+
+def _unknown_keys(source: _Source) -> Iterator[_Fault]:
+    for key in source.values:
+        if key in _FIELDS or key in source.extra_known:
+            continue
+        known = [*(source.spell(name) for name in _FIELDS), *source.extra_known]
+        where = f"{source.name} {key}" if source.prefix else source.name
+        yield _Fault(f"unknown setting {key!r} (from {where})", _suggest(key, known))
+
+
+def _suggest(key: str, known: Iterable[str]) -> str:
+    by_lower = {name.lower(): name for name in known}
+    close = get_close_matches(key.lower(), by_lower, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {by_lower[close[0]]}?"
+    return f"known are {', '.join(by_lower.values())}"
+
+
+def _validate(
+    values: Mapping[str, object], origins: Mapping[str, _Source]
+) -> tuple[Config | None, list[_Fault]]:
+    """Return the model, or None and what is wrong with *values*.
+
+    The model reports contradictions only where each value is valid alone, so after a wrong value
+    the others are looked at again without it.
+    """
+    try:
+        return Config.model_validate(values), []
+    except ValidationError as e:
+        errors = e.errors(include_url=False)
+    faults = [fault for error in errors for fault in _value_faults(error, origins)]
+    wrong = {str(error["loc"][0]) for error in errors if error["loc"]}
+    if wrong:
+        faults += _contradictions_without(values, origins, wrong)
+    return None, faults
+
+
+def _contradictions_without(
+    values: Mapping[str, object], origins: Mapping[str, _Source], wrong: set[str]
+) -> Iterator[_Fault]:
+    try:
+        Config.model_validate({k: v for k, v in values.items() if k not in wrong})
+    except ValidationError as e:
+        for error in e.errors(include_url=False):
+            yield from _contradiction_faults(error, origins, wrong)
+
+
+def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[_Fault]:
+    if not error["loc"]:
+        yield from _contradiction_faults(error, origins, set())
+        return
+    key = str(error["loc"][0])
+    source = origins[key].label(key)
+    cause = error.get("ctx", {}).get("error")
+    field, siblings = _innermost(error["loc"])
+    where = _where(error["loc"])
+    if error["type"] == "extra_forbidden":
+        name = str(error["loc"][-1])
+        yield _Fault(f"unknown setting {where!r} (from {source})", _suggest(name, siblings))
+        return
+    message = cause.args[0] if isinstance(cause, ConfigError) else error["msg"]
+    hint = cause.hint if isinstance(cause, ConfigError) else None
+    if "\n" in message:  # it shows the value itself
+        text = f"{where} (from {source}): {message}"
+    elif error["type"] == "missing":
+        text = f"{where} is missing (from {source})"
+    else:
+        text = f"{where}: {message} (got {_show(error['input'])}, from {source})"
+    yield _Fault(text, hint or _remedy(field))
+
+
+def _contradiction_faults(
+    error: Any, origins: Mapping[str, _Source], wrong: set[str]
+) -> Iterator[_Fault]:
+    cause = error.get("ctx", {}).get("error")
+    if not isinstance(cause, Contradictions):
+        return
+    for each in cause.found:
+        if wrong.isdisjoint(each.keys):
+            sources = ", ".join(
+                f"{key} from {origins[key].label(key) if key in origins else 'default'}"
+                for key in each.keys
+            )
+            yield _Fault(f"{each.message} ({sources})", each.hint)
+
+
+def _innermost(location: tuple[int | str, ...]) -> tuple[FieldInfo, Iterable[str]]:
+    """Return the field that *location* is about, and the names it could have been."""
+    if len(location) > 2 and location[2] in _TIER_MODELS:
+        fields = _TIER_MODELS[str(location[2])].model_fields
+        if len(location) > 3 and location[3] in fields:
+            return fields[str(location[3])], fields
+        return _FIELDS[str(location[0])], fields
+    return _FIELDS[str(location[0])], _FIELDS
+
+
+def _where(location: tuple[int | str, ...]) -> str:
+    """Return the dotted name of *location*, without the tag that pydantic puts after an index."""
+    return ".".join(str(part) for i, part in enumerate(location) if i != 2)
+
+
+def _remedy(field: FieldInfo) -> str:
+    examples = " or ".join(str(example) for example in field.examples or ())
+    return f"{field.description} For example {examples}."
+
+
+def _show(value: object) -> str:
+    """Return a value for an error: scalars only, cut, and without secrets of an address."""
+    if value is None or isinstance(value, str | int | float | os.PathLike):
+        shown = redact(repr(value))
+        return shown if len(shown) <= _LONGEST_SHOWN_CHARACTERS else f"{shown[:200]}…"
+    return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def _as_error(faults: list[_Fault]) -> ConfigError:
+    if len(faults) == 1:
+        return ConfigError(faults[0].message, hint=faults[0].remedy)
+    lines = [f"{len(faults)} settings are wrong"]
+    for number, fault in enumerate(faults, start=1):
+        first, *rest = fault.message.splitlines()
+        lines += [f"  {number}. {first}", *(f"   {line}" for line in rest)]
+        lines.append(f"     remedy: {fault.remedy}")
+    return ConfigError("\n".join(lines))

@@ -1,0 +1,192 @@
+"""The pipeline string: ``host:8GiB | disk:/var/cache/kv:200GiB``.
+
+A parsed tier is the same mapping that the ``tiers`` list of a file holds, so both spellings meet
+the same model. Faults point at the character where reading stopped.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Final, Literal, NamedTuple, TypeVar
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.units import exact_bytes, parse_bytes
+
+__all__ = [
+    "OrderFault",
+    "disk_segment",
+    "host_segment",
+    "order_fault",
+    "parse_pipeline",
+    "redact",
+    "tier_kind",
+]
+
+Kind = Literal["host", "disk"]
+T = TypeVar("T")
+
+EXAMPLE: Final = "host:8GiB | disk:/var/cache/kv:200GiB"
+
+_KINDS: Final[dict[str, Kind]] = {"host": "host", "cache": "host", "disk": "disk", "posix": "disk"}
+_NOT_YET: Final = ("s3", "valkey", "mooncake")
+_WORD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*")
+_USERINFO: Final = re.compile(r"(://)[^|\s]*@")
+_QUERY: Final = re.compile(r"(://[^|\s?]*\?)[^|\s]+")
+
+
+class _Segment(NamedTuple):
+    """What stands between two bars, without the blanks around it."""
+
+    start: int  # index of its first character in the pipeline string
+    text: str
+
+
+class OrderFault(NamedTuple):
+    """Why a list of tiers cannot work, and which tier is to blame."""
+
+    position: int  # in the list of tiers
+    message: str
+    hint: str
+
+
+def parse_pipeline(text: str) -> list[dict[str, object]]:
+    """Return one mapping per tier of the pipeline string *text*, in order.
+
+    Raises:
+        ConfigError: with the string and a caret under the character that is wrong.
+    """
+    segments = _segments(text)
+    tiers = [_parse_segment(text, segment) for segment in segments]
+    fault = order_fault([str(tier["kind"]) for tier in tiers])
+    if fault is not None:
+        raise _error(text, segments[fault.position].start, fault.message, fault.hint)
+    return tiers
+
+
+def tier_kind(word: str) -> Kind:
+    """Return the kind of tier that *word* names; ``Cache`` and ``Posix`` are UCM's words."""
+    kind = _KINDS.get(word.lower())
+    if kind is not None:
+        return kind
+    if word.lower() in _NOT_YET:
+        raise ConfigError(
+            f"the {word.lower()} tier is not available in this version of KVStrata",
+            hint=f"use a host tier and at most one disk tier, for example {EXAMPLE!r}",
+        )
+    close = get_close_matches(word.lower(), _KINDS, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else "a tier is 'host' or 'disk'"
+    raise ConfigError(f"unknown tier {word!r}", hint=hint)
+
+
+def order_fault(kinds: Sequence[str]) -> OrderFault | None:
+    """Return what is wrong with the number and order of tiers, or None.
+
+    A cache has exactly one host tier, first, and at most one disk tier.
+    """
+    if not kinds:
+        return OrderFault(0, "there is no tier", "give at least a host tier: 'host:auto'")
+    if "host" not in kinds:
+        return OrderFault(
+            0,
+            "a disk tier needs a host tier before it: blocks reach the disk through host memory",
+            "put a host tier first, for example 'host:auto | disk:…'",
+        )
+    seen: set[str] = set()
+    for index, kind in enumerate(kinds):
+        if kind in seen:
+            return OrderFault(index, f"a second {kind} tier", f"give one {kind} tier with it all")
+        seen.add(kind)
+    if kinds[0] != "host":
+        return OrderFault(0, "the host tier comes before the disk tier", "swap the two tiers")
+    return None
+
+
+def host_segment(capacity: int | Literal["auto"]) -> str:
+    """Return the spelling of a host tier in a pipeline string."""
+    return f"host:{capacity if capacity == 'auto' else exact_bytes(capacity)}"
+
+
+def disk_segment(path: PurePath, capacity: int) -> str:
+    """Return the spelling of a disk tier; a path that the string cannot hold is a ConfigError."""
+    spelled = str(path)
+    if "|" in spelled or spelled != spelled.strip():
+        raise ConfigError(
+            f"the path {spelled!r} cannot be written in a pipeline string",
+            hint="give the tiers as a list of mappings",
+        )
+    return f"disk:{spelled}:{exact_bytes(capacity)}"
+
+
+def redact(text: str) -> str:
+    """Return *text* without the user, password and query of any address in it.
+
+    >>> redact("host | valkey://me:secret@cache:6379?token=x")
+    'host | valkey://***@cache:6379?***'
+    """
+    return _QUERY.sub(r"\1***", _USERINFO.sub(r"\1***@", text))
+
+
+def _segments(text: str) -> list[_Segment]:
+    segments: list[_Segment] = []
+    start = 0
+    for piece in text.split("|"):
+        stripped = piece.strip()
+        position = start + len(piece) - len(piece.lstrip())
+        if not stripped:
+            raise _error(text, position, "a tier is missing here", f"for example {EXAMPLE!r}")
+        segments.append(_Segment(position, stripped))
+        start += len(piece) + 1
+    return segments
+
+
+def _parse_segment(text: str, segment: _Segment) -> dict[str, object]:
+    match = _WORD.match(segment.text)
+    if match is None:
+        raise _error(text, segment.start, "a tier starts with 'host' or 'disk'", None)
+    word = match[0]
+    kind = _locate(text, segment.start, tier_kind, word)
+    colon = segment.start + len(word)
+    rest = segment.text[len(word) :]
+    if rest and not rest.lstrip().startswith(":"):
+        raise _error(text, colon, f"expected ':' or '|' after {word!r}", None)
+    arguments = rest.lstrip()[1:]
+    start = segment.start + len(segment.text) - len(arguments)
+    if kind == "host":
+        return _parse_host(text, start, arguments)
+    return _parse_disk(text, start, arguments)
+
+
+def _parse_host(text: str, start: int, arguments: str) -> dict[str, object]:
+    spelled = arguments.strip()
+    if spelled.lower() in {"", "auto"}:
+        return {"kind": "host", "capacity": "auto"}
+    position = start + len(arguments) - len(arguments.lstrip())
+    return {"kind": "host", "capacity": _locate(text, position, parse_bytes, spelled)}
+
+
+def _parse_disk(text: str, start: int, arguments: str) -> dict[str, object]:
+    path, colon, capacity = arguments.rpartition(":")
+    position = start + len(arguments) - len(arguments.lstrip())
+    if not arguments.strip().startswith("/"):
+        message = "a disk tier needs the absolute path of a directory"
+        raise _error(text, position, message, "for example disk:/var/cache/kv:200GiB")
+    if not colon or not capacity.strip():
+        message = "a disk tier needs a capacity after its path"
+        raise _error(text, start + len(arguments), message, "for example disk:/var/cache/kv:200GiB")
+    size_start = start + len(arguments) - len(capacity.lstrip())
+    count = _locate(text, size_start, parse_bytes, capacity.strip())
+    return {"kind": "disk", "path": path.strip(), "capacity": count}
+
+
+def _locate(text: str, position: int, parse: Callable[[str], T], word: str) -> T:
+    try:
+        return parse(word)
+    except ConfigError as e:
+        raise _error(text, position, str(e.args[0]), e.hint) from None
+
+
+def _error(text: str, position: int, message: str, hint: str | None) -> ConfigError:
+    shown = re.sub(r"\s", " ", redact(text))
+    caret = " " * len(redact(text[:position])) + "^"
+    return ConfigError(f"{message}\n  {shown}\n  {caret}", hint=hint)
