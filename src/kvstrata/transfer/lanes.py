@@ -1,0 +1,159 @@
+"""Runs copy jobs on its own threads, loads before saves.
+
+The only module of the worker half that starts threads. Everything below blocks, everything above
+holds a ``Handle``.
+"""
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+__all__ = ["Handle", "Lane", "Lanes", "Outcome"]
+
+T = TypeVar("T")
+
+
+class Lane(enum.IntEnum):
+    """What waits in the lower lane starts first."""
+
+    LOAD = 0
+    SAVE = 1
+
+
+class Outcome(enum.Enum):
+    """How a job ended."""
+
+    DONE = "done"
+    FAILED = "failed"  # it raised; ``Handle.error`` says what
+    CANCELLED = "cancelled"  # it never started
+    REFUSED = "refused"  # its lane was full or closed; it never started
+
+
+class Handle(Generic[T]):
+    """One submitted job. ``outcome`` is None until the job has certainly stopped."""
+
+    __slots__ = ("error", "outcome", "result", "stopping")
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.result: T | None = None  # what the job returned, once ``DONE``
+        self.error: Exception | None = None
+        self.stopping = False  # a running job looks at this and returns early
+
+
+class Lanes(Generic[T]):
+    """A bounded executor with two priorities. All methods may be called from any thread.
+
+    * Every job that was not refused leaves through ``poll`` exactly once.
+    * A lane holds at most *limit* jobs that have not been polled; more are refused.
+    """
+
+    def __init__(self, *, threads: int = 1, limit: int = 4096) -> None:
+        self._limit: Final = limit
+        self._lock = threading.Lock()  # guards everything below
+        self._work = threading.Condition(self._lock)
+        self._ended_some = threading.Condition(self._lock)
+        self._queues: dict[Lane, deque[tuple[Handle[T], Callable[[Handle[T]], T]]]] = {
+            lane: deque() for lane in Lane
+        }
+        self._running: set[Handle[T]] = set()
+        self._ended: list[Handle[T]] = []
+        self._lane_of: dict[Handle[T], Lane] = {}  # every job that has not been polled
+        self._held = dict.fromkeys(Lane, 0)
+        self._open = True
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvstrata-copy-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[Handle[T]], T], lane: Lane) -> Handle[T]:
+        """Queue *job*, which is called with its own handle; never blocks.
+
+        A full or closed lane gives a handle whose outcome is ``REFUSED`` already.
+        """
+        handle = Handle[T]()
+        with self._lock:
+            if not self._open or self._held[lane] >= self._limit:
+                handle.outcome = Outcome.REFUSED
+                return handle
+            self._held[lane] += 1
+            self._lane_of[handle] = lane
+            self._queues[lane].append((handle, job))
+            self._work.notify()
+        return handle
+
+    def cancel(self, handle: Handle[T]) -> None:
+        """End *handle* now if it is queued; ask it to stop if it runs."""
+        with self._lock:
+            handle.stopping = True
+            if handle.outcome is not None or handle in self._running:
+                return
+            queue = self._queues[self._lane_of[handle]]
+            self._queues[self._lane_of[handle]] = deque(e for e in queue if e[0] is not handle)
+            self._end(handle, Outcome.CANCELLED)
+
+    def poll(self) -> list[Handle[T]]:
+        """Jobs that ended since the last call, in the order in which they ended."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            for handle in ended:
+                self._held[self._lane_of.pop(handle)] -= 1
+            return ended
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until ``poll`` would return something; False if the time ran out first."""
+        with self._lock:
+            return self._ended_some.wait_for(lambda: bool(self._ended), timeout_seconds)
+
+    def close(self, deadline_seconds: float) -> bool:
+        """Cancel what is queued, stop what runs, refuse what comes.
+
+        Returns whether every thread has ended by the deadline; if not, a copy may still run.
+        """
+        with self._lock:
+            self._open = False
+            for queue in self._queues.values():
+                while queue:
+                    self._end(queue.popleft()[0], Outcome.CANCELLED)
+            for handle in self._running:
+                handle.stopping = True
+            self._work.notify_all()
+        give_up = time.monotonic() + deadline_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self) -> None:
+        while (entry := self._take()) is not None:
+            handle, job = entry
+            outcome = Outcome.DONE
+            try:
+                handle.result = job(handle)
+            except Exception as e:  # noqa: BLE001  # thread top: reported through the handle
+                handle.error = e
+                outcome = Outcome.FAILED
+            del entry, job  # a job holds on to the memory it copies
+            with self._lock:
+                self._running.discard(handle)
+                self._end(handle, outcome)
+
+    def _take(self) -> tuple[Handle[T], Callable[[Handle[T]], T]] | None:
+        """The next job, marked as running; None once closed."""
+        with self._lock:
+            self._work.wait_for(lambda: not self._open or any(self._queues.values()))
+            if not self._open:
+                return None
+            queue = self._queues[Lane.LOAD] or self._queues[Lane.SAVE]
+            entry = queue.popleft()
+            self._running.add(entry[0])
+            return entry
+
+    def _end(self, handle: Handle[T], outcome: Outcome) -> None:
+        handle.outcome = outcome
+        self._ended.append(handle)
+        self._ended_some.notify_all()
