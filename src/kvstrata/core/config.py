@@ -34,6 +34,7 @@ __all__ = [
     "Contradictions",
     "DiskTier",
     "HostTier",
+    "Tier",
     "config_from_json",
     "config_to_json",
     "pipeline_string",

@@ -1,0 +1,207 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kvstrata.core.config import (
+    Config,
+    Contradictions,
+    DiskTier,
+    HostTier,
+    config_from_json,
+    config_to_json,
+)
+from kvstrata.core.errors import ConfigError
+
+GIB = 2**30
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
+paths = st.lists(texts, min_size=1, max_size=3).map(lambda parts: Path("/", *parts))
+capacities = st.integers(1, 2**63 - 1)
+host_tiers = st.builds(HostTier, capacity=capacities | st.just("auto"))
+disk_tiers = st.builds(DiskTier, path=paths, capacity=capacities)
+seconds = st.floats(0, 86_400, exclude_min=True)
+counts = st.integers(1, 2**63 - 1)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    socket = draw(st.none() | paths.filter(lambda path: len(bytes(path)) <= 107))
+    wait, timeout = sorted((draw(seconds), draw(seconds)))
+    return Config(
+        tiers=draw(st.tuples(host_tiers) | st.tuples(host_tiers, disk_tiers)),
+        tokens_per_block=draw(st.none() | counts),
+        server="embedded" if socket is None else "attached",
+        socket=socket,
+        weights_fingerprint=draw(st.none() | texts),
+        lookup_wait_seconds=wait,
+        lookup_timeout_seconds=timeout,
+        load_timeout_seconds=draw(seconds),
+        save_timeout_seconds=draw(seconds),
+        start_timeout_seconds=draw(seconds),
+        reconnect_seconds=draw(seconds),
+        drain_timeout_seconds=draw(seconds),
+        max_saving_blocks=draw(counts),
+        prefault=draw(st.booleans()),
+    )
+
+
+@given(configs())
+def test_a_configuration_survives_json(config: Config) -> None:
+    text = config_to_json(config)
+    assert config_from_json(text) == config
+    assert config_to_json(config_from_json(json.dumps(json.loads(text)))) == text
+
+
+def test_the_defaults_are_these() -> None:
+    assert Config().model_dump() == {
+        "tiers": ({"kind": "host", "capacity": "auto"},),
+        "tokens_per_block": None,
+        "server": "embedded",
+        "socket": None,
+        "weights_fingerprint": None,
+        "lookup_wait_seconds": 0.001,
+        "lookup_timeout_seconds": 0.1,
+        "load_timeout_seconds": 2.0,
+        "save_timeout_seconds": 5.0,
+        "start_timeout_seconds": 20.0,
+        "reconnect_seconds": 1.0,
+        "drain_timeout_seconds": 5.0,
+        "max_saving_blocks": 4096,
+        "prefault": True,
+    }
+
+
+def test_every_setting_is_described() -> None:
+    for model in (Config, HostTier, DiskTier):
+        for name, field in model.model_fields.items():
+            assert name == "kind" or (field.description and field.examples), name
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().prefault = False
+    assert hash(Config()) == hash(Config())
+
+
+def test_tiers_are_a_pipeline_string_or_a_list_that_says_the_same() -> None:
+    as_list = [
+        {"kind": "host", "capacity": "8GiB"},
+        {"kind": "disk", "path": "/var/cache/kv", "capacity": "200GiB"},
+    ]
+    expected = (
+        HostTier(capacity=8 * GIB),
+        DiskTier(path=Path("/var/cache/kv"), capacity=200 * GIB),
+    )
+    assert Config.model_validate({"tiers": as_list}).tiers == expected
+    as_text = "host:8GiB | disk:/var/cache/kv:200GiB"
+    assert Config.model_validate({"tiers": as_text}).tiers == expected
+
+
+def test_the_list_takes_ucms_words_and_auto() -> None:
+    tiers = [{"kind": "Cache", "capacity": "AUTO"}, {"kind": "Posix", "path": "/x", "capacity": 1}]
+    assert Config.model_validate({"tiers": tiers}).tiers == (
+        HostTier(capacity="auto"),
+        DiskTier(path=Path("/x"), capacity=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ([], "there is no tier"),
+        ([{"kind": "disk", "path": "/x", "capacity": 1}], "needs a host tier before it"),
+        (
+            [{"kind": "disk", "path": "/x", "capacity": 1}, {"kind": "host"}],
+            "comes before the disk tier",
+        ),
+        ([{"kind": "host"}, {"kind": "host"}], "a second host tier"),
+        ([{"kind": "host"}, {"kind": "s3"}], "the s3 tier is not available in this version"),
+        ([{"capacity": 1}], "a mapping with a kind"),
+        (["host"], "a mapping with a kind"),
+        ([{"kind": "host"}, {"kind": "disk", "path": "x", "capacity": 1}], "not absolute"),
+        ([{"kind": "host"}, {"kind": "disk", "path": "/x\0", "capacity": 1}], "zero character"),
+        ([{"kind": "host"}, {"kind": "disk", "path": "/x"}], "Field required"),
+        ([{"kind": "host", "capacity": "8G"}], "unknown unit"),
+        ([{"kind": "host", "size": "8GiB"}], "Extra inputs"),
+    ],
+)
+def test_a_list_of_tiers_that_cannot_work_is_refused(tiers: list[Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({"tiers": tiers})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lookup_wait_seconds",
+        "lookup_timeout_seconds",
+        "load_timeout_seconds",
+        "save_timeout_seconds",
+        "start_timeout_seconds",
+        "reconnect_seconds",
+        "drain_timeout_seconds",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, 86_401, True, "soon", None])
+def test_a_time_is_more_than_nothing_and_at_most_a_day(name: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate({name: value})
+    assert caught.value.errors()[0]["loc"] == (name,)
+
+
+@pytest.mark.parametrize("name", ["tokens_per_block", "max_saving_blocks"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "many"])
+def test_a_count_is_a_whole_number_from_1(name: str, value: object) -> None:
+    with pytest.raises(ValidationError):
+        Config.model_validate({name: value})
+    assert getattr(Config.model_validate({name: 1}), name) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "keys"),
+    [
+        ({"server": "attached"}, ("server", "socket")),
+        ({"socket": "/run/kv.sock"}, ("server", "socket")),
+        ({"lookup_wait_seconds": 1}, ("lookup_wait_seconds", "lookup_timeout_seconds")),
+        ({"lookup_timeout_seconds": 1e-9}, ("lookup_wait_seconds", "lookup_timeout_seconds")),
+    ],
+)
+def test_a_contradiction_names_both_settings(
+    values: dict[str, object], keys: tuple[str, str]
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(values)
+    cause = caught.value.errors()[0]["ctx"]["error"]
+    assert isinstance(cause, Contradictions)
+    (found,) = cause.found
+    assert found.keys == keys
+    assert all(key in found.message for key in keys)
+
+
+def test_settings_at_the_edge_of_a_contradiction_hold() -> None:
+    Config.model_validate({"lookup_wait_seconds": 0.1})
+    Config.model_validate({"server": "attached", "socket": "/run/kv.sock"})
+
+
+@pytest.mark.parametrize(
+    ("socket", "message"), [("kv.sock", "not absolute"), ("/" + "x" * 107, "108 bytes long")]
+)
+def test_a_socket_is_an_absolute_path_that_the_kernel_can_take(socket: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({"server": "attached", "socket": socket})
+    longest = "/" + "x" * 106
+    assert Config.model_validate({"server": "attached", "socket": longest}).socket == Path(longest)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"teirs": []}', '{"prefault": 7}', b"\xff"]
+)
+def test_text_that_is_no_configuration_is_a_configuration_error(text: str | bytes) -> None:
+    with pytest.raises(ConfigError, match="not a configuration in JSON"):
+        config_from_json(text)

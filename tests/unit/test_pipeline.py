@@ -1,0 +1,163 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.core.config import Config, DiskTier, HostTier, Tier, pipeline_string
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.pipeline import order_fault, parse_pipeline, redact, tier_kind
+
+GIB = 2**30
+
+capacities = st.integers(1, 2**63 - 1)
+host_tiers = st.builds(HostTier, capacity=capacities | st.just("auto"))
+words = st.text(
+    st.characters(codec="utf-8", exclude_characters="|/\0"), min_size=1, max_size=20
+).filter(lambda word: word == word.strip())
+disk_tiers = st.builds(
+    DiskTier,
+    path=st.lists(words, min_size=1, max_size=4).map(lambda parts: Path("/", *parts)),
+    capacity=capacities,
+)
+tiers = st.tuples(host_tiers) | st.tuples(host_tiers, disk_tiers)
+
+
+@given(tiers)
+def test_a_pipeline_string_reads_back_as_the_tiers_it_was_made_from(
+    given_tiers: tuple[Tier, ...],
+) -> None:
+    assert Config.model_validate({"tiers": pipeline_string(given_tiers)}).tiers == given_tiers
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), max_size=60) | st.text("host:disk/|1GiB ", max_size=40)
+)
+def test_any_text_is_either_a_pipeline_or_a_configuration_error(text: str) -> None:
+    try:
+        kinds = [tier["kind"] for tier in parse_pipeline(text)]
+    except ConfigError as e:
+        kinds = []
+        caret_line = str(e.args[0]).splitlines()[-1]
+    assert kinds in (["host"], ["host", "disk"]) or caret_line.strip() == "^"
+
+
+@pytest.mark.parametrize(
+    "text", ["host", "host:auto", " Host : AUTO ", "Cache", "cache:auto", "host:"]
+)
+def test_a_host_tier_without_a_capacity_is_auto(text: str) -> None:
+    assert parse_pipeline(text) == [{"kind": "host", "capacity": "auto"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "host:8GiB | disk:/var/cache/kv:200GiB",
+        "Cache:8GiB|Posix:/var/cache/kv:200GiB",
+        "  host : 8 GiB  |  disk : /var/cache/kv : 200GiB  ",
+        "host:8GiB\n| disk:/var/cache/kv:200GiB\n",
+    ],
+)
+def test_both_vocabularies_and_any_blanks_say_the_same(text: str) -> None:
+    assert parse_pipeline(text) == [
+        {"kind": "host", "capacity": 8 * GIB},
+        {"kind": "disk", "path": "/var/cache/kv", "capacity": 200 * GIB},
+    ]
+
+
+def test_a_path_may_hold_colons() -> None:
+    assert parse_pipeline("host|disk:/a:b:c:1GiB")[1]["path"] == "/a:b:c"
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "message"),
+    [
+        ("", 0, "a tier is missing"),
+        ("host |", 6, "a tier is missing"),
+        ("| host", 0, "a tier is missing"),
+        ("host || disk:/x:1GiB", 6, "a tier is missing"),
+        ("host | ???", 7, "a tier starts with"),
+        ("hots:8GiB", 0, "unknown tier 'hots'"),
+        ("host8:8GiB", 0, "unknown tier 'host8'"),
+        ("host 8GiB", 4, "expected ':'"),
+        ("host:8G", 5, "unknown unit 'G'"),
+        ("host:  8GiB:1", 7, "not a number of bytes"),
+        ("host | disk", 11, "absolute path"),
+        ("host | disk:cache:1GiB", 12, "absolute path"),
+        ("host | disk:/x", 14, "a capacity after its path"),
+        ("host | disk:/x:", 15, "a capacity after its path"),
+        ("host | disk:/x: 1XB", 16, "unknown unit 'XB'"),
+        ("disk:/x:1GiB", 0, "needs a host tier before it"),
+        ("disk:/x:1GiB | host", 0, "comes before the disk tier"),
+        ("host | host:1GiB", 7, "a second host tier"),
+        ("host | disk:/x:1GiB | disk:/y:1GiB", 22, "a second disk tier"),
+        ("host | s3://bucket/prefix", 7, "the s3 tier is not available in this version"),
+        ("host | valkey://cache:6379", 7, "the valkey tier is not available in this version"),
+        ("host | mooncake://master", 7, "the mooncake tier is not available in this version"),
+    ],
+)
+def test_a_fault_is_shown_with_a_caret_under_the_character(
+    text: str, at: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_pipeline(text)
+    assert str(caught.value.args[0]).splitlines()[1:] == [f"  {text}", "  " + " " * at + "^"]
+
+
+def test_a_fault_in_several_lines_is_shown_in_one_so_that_the_caret_fits() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_pipeline("host:1GiB\n| dsk:/x:1GiB")
+    assert str(caught.value.args[0]).splitlines()[1:] == [
+        "  host:1GiB | dsk:/x:1GiB",
+        " " * 14 + "^",
+    ]
+
+
+def test_the_nearest_tier_is_suggested() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'disk'"):
+        tier_kind("dsk")
+
+
+def test_secrets_in_an_address_are_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_pipeline("host | valkey://me:pass/w@rd@cache:6379?token=secret")
+    assert "pass" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "  host | valkey://***@cache:6379?***" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("valkey://me:pw@cache | host", "valkey://***@cache | host"),
+        ("s3://bucket/a?key=1 | s3://b?key=2", "s3://bucket/a?*** | s3://b?***"),
+        ("host:8GiB | disk:/a@b?c:1GiB", "host:8GiB | disk:/a@b?c:1GiB"),
+    ],
+)
+def test_only_secrets_are_taken_out_of_a_pipeline(text: str, shown: str) -> None:
+    assert redact(text) == shown
+
+
+@pytest.mark.parametrize("path", ["/a|b", "/a ", "/a\u3000"])
+def test_a_path_that_the_string_cannot_hold_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="list of mappings"):
+        pipeline_string((HostTier(), DiskTier(path=Path(path), capacity=1)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "position"),
+    [
+        ([], 0),
+        (["disk"], 0),
+        (["disk", "host"], 0),
+        (["host", "host"], 1),
+        (["host", "disk", "disk"], 2),
+        (["host"], None),
+        (["host", "disk"], None),
+    ],
+)
+def test_there_is_one_host_tier_first_and_at_most_one_disk_tier(
+    kinds: list[str], position: int | None
+) -> None:
+    fault = order_fault(kinds)
+    assert (fault.position if fault else None) == position
