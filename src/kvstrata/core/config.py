@@ -261,6 +261,15 @@ class Config(BaseModel):
         examples=["true"],
     )
 
+    @property
+    def host(self) -> HostTier:
+        """The host tier; there is always one."""
+        return next(tier for tier in self.tiers if isinstance(tier, HostTier))
+
+    @property
+    def disk(self) -> DiskTier | None:
+        return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
+
     @model_validator(mode="after")
     def _agree(self) -> "Config":
         found = tuple(check for each in _CHECKS if (check := each(self)) is not None)

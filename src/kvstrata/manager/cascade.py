@@ -1,0 +1,135 @@
+"""The disk below host memory: blocks go down in the background and come up on demand."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstrata.core.config import DiskTier
+from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.types import NamespaceId, Read, Write
+from kvstrata.index.prefix_index import Entry
+from kvstrata.manager.report import TierReport
+from kvstrata.manager.residency import Residency
+from kvstrata.observe import metrics
+from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.wrap import BreakerStore
+from kvstrata.transfer.engine import TransferEngine
+
+_log = logging.getLogger(__name__)
+
+_WRITE_BATCH_BYTES: Final = 8 << 20
+_DRAIN_POLL_SECONDS: Final = 0.005
+
+
+class Cascade:
+    """Writes every block of host memory through to disk, and reads blocks back.
+
+    *lock* guards *cache* and is not held over I/O.
+    """
+
+    def __init__(
+        self,
+        disk: DiskStore,
+        cache: Residency,
+        lock: threading.Condition,
+        counters: metrics.Counters,
+    ) -> None:
+        self._disk = disk
+        self._cache = cache
+        self._lock = lock
+        self._counters = counters
+        self._block_bytes = disk.statistics().block_bytes
+        self._store = BreakerStore(disk)
+        self._write_lock = threading.Lock()  # held while a batch is on its way to disk
+        cache.restore(disk.blocks())
+        self._transfer = TransferEngine(
+            self._store, self._write_some, block_bytes=self._block_bytes
+        )
+
+    def wake(self) -> None:
+        """There are new blocks in host memory."""
+        self._transfer.wake()
+
+    def promote(
+        self,
+        promotions: Sequence[tuple[Entry, int]],
+        done: Callable[[int, list[Read] | None], None],
+    ) -> None:
+        """Read each entry into its host slot; *done* as ``TransferEngine.read`` calls it."""
+        self._transfer.read(
+            [entry.key for entry, _ in promotions],
+            [self._cache.memory.view(slot) for _, slot in promotions],
+            done,
+        )
+
+    def forget(self, namespace: NamespaceId) -> None:
+        """Drop the blocks of *namespace*, durably, after any batch that may still hold some."""
+        with self._write_lock:
+            self._disk.drop_namespace(namespace)
+
+    def report(self) -> TierReport:
+        size = self._disk.statistics()
+        return TierReport(
+            "disk",
+            size.capacity_blocks,
+            self._cache.disk_used,
+            self._block_bytes,
+            waiting_blocks=self._cache.unwritten,
+            switched_off=self._store.is_open,
+        )
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until all of host memory is on disk too; whether that was so in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            with self._write_lock, self._lock:
+                if not self._cache.unwritten:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            self._transfer.wake()
+            time.sleep(_DRAIN_POLL_SECONDS)  # lets the writer have its lock
+
+    def close(self, timeout_seconds: float) -> None:
+        """Write what is not on disk yet, *timeout_seconds* long at most, and let the disk go."""
+        if not self.drain(timeout_seconds):
+            _log.warning("%d blocks could not be written to disk in time", self._cache.unwritten)
+        self._transfer.close(timeout_seconds)
+        self._disk.close()
+
+    def _write_some(self) -> bool:
+        """Write a batch of blocks; whether there may be more. On the writer thread."""
+        with self._write_lock:
+            with self._lock:
+                batch = self._cache.next_unwritten(max(1, _WRITE_BATCH_BYTES // self._block_bytes))
+                victims = self._cache.make_disk_room(len(batch))
+            if not batch:
+                return False
+            try:
+                writes = self._write(batch, victims)
+            except TierUnavailable as e:
+                _log.warning("writing %d blocks to disk failed: %s", len(batch), e)
+                with self._lock:
+                    for entry in batch:
+                        self._cache.write_later(entry)
+                return False
+            with self._lock:
+                for entry, write in zip(batch, writes, strict=True):
+                    self._cache.written(entry, stored=write is not Write.FULL)
+        self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED))
+        return True
+
+    def _write(self, batch: Sequence[Entry], victims: Sequence[Entry]) -> list[Write]:
+        if victims:
+            self._store.remove([entry.key for entry in victims])
+        return self._store.write(
+            [entry.key for entry in batch],
+            [entry.parent.key if entry.parent else None for entry in batch],
+            [self._cache.memory.view(entry.host_slot) for entry in batch],
+        )
+
+
+def open_disk(tier: DiskTier, *, block_bytes: int) -> DiskStore:
+    return DiskStore(tier.path, block_bytes=block_bytes, capacity_bytes=tier.capacity)

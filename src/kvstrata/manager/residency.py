@@ -1,0 +1,202 @@
+"""Which block is in which tier, and who has to leave when a tier is full. Not thread-safe."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoredBlock, StoreKey
+from kvstrata.index.eviction import LRU
+from kvstrata.index.prefix_index import NO_SLOT, Entry, PrefixIndex
+from kvstrata.index.slots import SlotPool
+from kvstrata.manager.report import NamespaceReport
+from kvstrata.observe import metrics
+from kvstrata.storage.host import HostMemory
+
+
+class Residency:
+    """The index with the slots of the host tier and the room of the disk tier kept in step."""
+
+    def __init__(
+        self, memory: HostMemory, counters: metrics.Counters, *, disk_capacity_blocks: int
+    ) -> None:
+        self.index = PrefixIndex()
+        self.memory = memory
+        self._counters = counters
+        self._slots = SlotPool(memory.slots)
+        self._host = LRU()
+        self._disk = LRU()
+        self._disk_capacity = disk_capacity_blocks
+        self._unwritten: OrderedDict[StoreKey, Entry] = OrderedDict()  # in host memory, not on disk
+
+    @property
+    def host_used(self) -> int:
+        return self._slots.capacity - self._slots.free
+
+    @property
+    def disk_used(self) -> int:
+        return len(self._disk)
+
+    @property
+    def unwritten(self) -> int:
+        return len(self._unwritten)
+
+    def restore(self, blocks: Iterable[StoredBlock]) -> None:
+        """Take over what a disk tier held when it was opened."""
+        for block in blocks:
+            self.index.insert(block.key, block.parent).on_disk = True
+            self._disk.add(block.key)
+
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """These were used together, in prompt order."""
+        keys = [entry.key for entry in entries]
+        self._host.touch(keys)
+        self._disk.touch(keys)
+
+    def lease(self, entry: Entry) -> None:
+        entry.leases += 1
+
+    def unlease(self, entry: Entry) -> None:
+        if entry.leases <= 0:
+            raise InvariantViolated("a lease is returned that was not taken")
+        entry.leases -= 1
+        if entry.forgotten and not entry.leases and entry.host_slot != NO_SLOT:
+            self.release_slot(entry.host_slot)
+            entry.host_slot = NO_SLOT
+
+    def take_slot(self) -> int | None:
+        """A host slot with a new owner, at the cost of the worst block there; None if none may go."""
+        slot = self._slots.take()
+        if slot is None and self._evict_from_host():
+            slot = self._slots.take()
+        if slot is not None:
+            self.memory.disown(slot)
+        return slot
+
+    def release_slot(self, slot: int) -> None:
+        self.memory.disown(slot)
+        self._slots.release(slot)
+
+    def put_in_host(self, entry: Entry, slot: int) -> None:
+        """The bytes of *entry* are in *slot* now."""
+        entry.host_slot = slot
+        self._host.add(entry.key)
+        if self._disk_capacity and not entry.on_disk:
+            self._unwritten[entry.key] = entry
+
+    def drop_from_host(self, entry: Entry) -> None:
+        """Give up the host copy of an unleased *entry*."""
+        if entry.leases:
+            raise InvariantViolated("a leased block is dropped")
+        self._host.remove(entry.key)
+        if self._unwritten.pop(entry.key, None) is not None:
+            self._counters.add(metrics.LOST_BLOCKS, 1)
+        self.release_slot(entry.host_slot)
+        entry.host_slot = NO_SLOT
+        self._remove_if_nowhere(entry)
+
+    def next_unwritten(self, count: int) -> list[Entry]:
+        """At most *count* blocks that the disk lacks, leased; ``written`` gives them back."""
+        batch: list[Entry] = []
+        while self._unwritten and len(batch) < count:
+            _, entry = self._unwritten.popitem(last=False)
+            self.lease(entry)
+            batch.append(entry)
+        return batch
+
+    def make_disk_room(self, blocks: int) -> list[Entry]:
+        """Evict until *blocks* more fit, or nothing more may leave; the caller removes the bytes."""
+        victims = []
+        while self._disk_capacity - len(self._disk) < blocks:
+            key = self._disk.victim(self._may_leave_disk)
+            if key is None:
+                break
+            entry = self._entry(key)
+            self.drop_from_disk(entry)
+            victims.append(entry)
+        self._counters.add(metrics.EVICTED_BLOCKS, len(victims), "disk")
+        return victims
+
+    def written(self, entry: Entry, *, stored: bool) -> None:
+        """The write of a block of ``next_unwritten`` has ended. A forgotten one does not count."""
+        if stored and not entry.forgotten:
+            entry.on_disk = True
+            self._disk.add(entry.key)
+        self.unlease(entry)
+
+    def write_later(self, entry: Entry) -> None:
+        """The disk could not be asked: *entry*, of ``next_unwritten``, waits again."""
+        if not entry.forgotten:
+            self._unwritten[entry.key] = entry
+        self.unlease(entry)
+
+    def drop_from_disk(self, entry: Entry) -> None:
+        self._disk.remove(entry.key)
+        entry.on_disk = False
+        self._remove_if_nowhere(entry)
+
+    def forget(self, namespace: NamespaceId) -> int:
+        """Drop every block of *namespace*; leased ones are gone for everybody but their holders."""
+        entries = self.index.namespace(namespace)
+        for entry in entries:
+            self.index.remove(entry)
+            self._host.remove(entry.key)
+            self._disk.remove(entry.key)
+            self._unwritten.pop(entry.key, None)
+            entry.on_disk = False
+            if entry.host_slot != NO_SLOT and not entry.leases:
+                self.release_slot(entry.host_slot)
+                entry.host_slot = NO_SLOT
+        return len(entries)
+
+    def describe(
+        self, namespaces: Mapping[NamespaceId, Mapping[str, str]]
+    ) -> list[NamespaceReport]:
+        """What each namespace holds: *namespaces*, and any other that has blocks."""
+        reports = {
+            namespace: NamespaceReport(namespace.hex(), dict(parts))
+            for namespace, parts in namespaces.items()
+        }
+        for entry in self.index:
+            namespace = entry.key[:NAMESPACE_ID_BYTES]
+            report = reports.setdefault(namespace, NamespaceReport(namespace.hex(), {}))
+            report.blocks += 1
+            report.host_blocks += entry.host_slot != NO_SLOT
+            report.disk_blocks += entry.on_disk
+        return list(reports.values())
+
+    def check(self, reserved_slots: Sequence[int]) -> None:
+        """Raises ``InvariantViolated`` unless every slot is free, in one block or reserved once."""
+        self.index.check()
+        self._slots.check()
+        held = [entry.host_slot for entry in self.index if entry.host_slot != NO_SLOT]
+        held.extend(reserved_slots)
+        if len(set(held)) != len(held):
+            raise InvariantViolated("a host slot is in two blocks")
+        if len(held) != self.host_used:
+            raise InvariantViolated(
+                f"{self.host_used} slots are used, {len(held)} are accounted for"
+            )
+
+    def _evict_from_host(self) -> bool:
+        key = self._host.victim(self._may_leave_host)
+        if key is None:
+            return False
+        self.drop_from_host(self._entry(key))
+        self._counters.add(metrics.EVICTED_BLOCKS, 1, "host")
+        return True
+
+    def _may_leave_host(self, key: StoreKey) -> bool:
+        return self.index.may_leave(self._entry(key), "host")
+
+    def _may_leave_disk(self, key: StoreKey) -> bool:
+        return self.index.may_leave(self._entry(key), "disk")
+
+    def _remove_if_nowhere(self, entry: Entry) -> None:
+        if not entry.resident and not entry.forgotten:
+            self.index.remove(entry)
+
+    def _entry(self, key: StoreKey) -> Entry:
+        entry = self.index.get(key)
+        if entry is None:
+            raise InvariantViolated("a policy holds a block that the index does not")
+        return entry

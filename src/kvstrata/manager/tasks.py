@@ -1,0 +1,99 @@
+"""One request's load (get) or save (put): its states and what moves it between them."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.types import NamespaceId, StoreKey
+from kvstrata.index.prefix_index import Entry
+
+
+class TaskState(enum.Enum):
+    PROMOTING = "promoting"  # get: some blocks are still on their way into host memory
+    READY = "ready"  # get: every block is in host memory; put: every slot is reserved
+    RUNNING = "running"  # the workers copy
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class TaskEvent(enum.Enum):
+    PROMOTE = "promote"
+    LAUNCH = "launch"
+    COMPLETE = "complete"
+    FAIL = "fail"
+    CANCEL = "cancel"
+
+
+_S, _E = TaskState, TaskEvent
+_NEXT: Final[dict[TaskState, dict[TaskEvent, TaskState]]] = {
+    _S.PROMOTING: {
+        _E.PROMOTE: _S.READY,
+        # A request that waited long enough takes the blocks that have arrived.
+        _E.LAUNCH: _S.RUNNING,
+        _E.CANCEL: _S.CANCELLED,
+        _E.FAIL: _S.FAILED,
+    },
+    _S.READY: {_E.LAUNCH: _S.RUNNING, _E.CANCEL: _S.CANCELLED, _E.FAIL: _S.FAILED},
+    # A running copy cannot be cancelled: its slots would be reused under it.
+    _S.RUNNING: {_E.COMPLETE: _S.DONE, _E.FAIL: _S.FAILED},
+    _S.DONE: {},
+    _S.FAILED: {},
+    _S.CANCELLED: {},
+}
+FINAL: Final = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
+
+
+def step(state: TaskState, event: TaskEvent) -> TaskState:
+    """The state after *event*; raises ``InvariantViolated`` if the table forbids it."""
+    try:
+        return _NEXT[state][event]
+    except KeyError:
+        raise InvariantViolated(f"a task cannot {event.value} while {state.value}") from None
+
+
+class TaskStatus(msgspec.Struct, frozen=True):
+    """What a client sees of a task.
+
+    For a get ``slots[i]`` holds block ``i`` of the keys asked for: a prefix, the part of it that
+    is in host memory. For a put ``slots[i]`` waits for the bytes of block ``missing[i]``.
+    """
+
+    task_id: int
+    state: TaskState
+    slots: list[int] = []
+    generations: list[int] = []  # of the slots, to be checked before and after a copy
+    missing: list[int] = []  # put only: indices into the keys asked for
+    matched_blocks: int = 0  # get only: blocks found in any tier
+    disk_blocks: int = 0  # get only: how many of them had to come from disk
+
+
+@dataclass(slots=True, eq=False)
+class GetTask:
+    """Leases on a prefix of blocks."""
+
+    task_id: int
+    owner: int
+    entries: list[Entry]
+    deadline: float  # monotonic seconds; an unlaunched task is cancelled then
+    state: TaskState = TaskState.READY
+    disk_blocks: int = 0
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class PutTask:
+    """Reserved slots for blocks that are in no tier yet."""
+
+    task_id: int
+    owner: int
+    namespace: NamespaceId
+    keys: list[StoreKey]
+    parents: list[StoreKey | None]
+    slots: list[int]
+    missing: list[int]
+    state: TaskState = TaskState.READY
+    stale: bool = False  # its namespace was reset: its blocks must not become visible

@@ -1,0 +1,92 @@
+"""The metric catalogue, and the counters of one server."""
+
+from typing import Final, Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+
+class Metric(NamedTuple):
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+LOOKUPS: Final = Metric("kvstrata_lookups_total", "Lookups answered.")
+LOOKUP_BLOCKS: Final = Metric(
+    "kvstrata_lookup_blocks_total",
+    "Blocks asked for, by the tier that answered (tier='none' is a miss). "
+    "Summed over tier this is every block of every lookup.",
+    ("tier",),
+)
+LOADED_BLOCKS: Final = Metric(
+    "kvstrata_loaded_blocks_total", "Blocks that engines have loaded from host memory."
+)
+FAILED_LOADS: Final = Metric(
+    "kvstrata_failed_loads_total", "Loads that an engine reported as failed; it recomputed them."
+)
+SAVED_BLOCKS: Final = Metric("kvstrata_saved_blocks_total", "Blocks that engines have saved.")
+SHED_BLOCKS: Final = Metric(
+    "kvstrata_shed_blocks_total", "Blocks offered for saving that found no room in host memory."
+)
+PROMOTED_BLOCKS: Final = Metric(
+    "kvstrata_promoted_blocks_total", "Blocks read from disk into host memory."
+)
+CASCADED_BLOCKS: Final = Metric(
+    "kvstrata_cascaded_blocks_total", "Blocks written from host memory to disk."
+)
+EVICTED_BLOCKS: Final = Metric(
+    "kvstrata_evicted_blocks_total", "Blocks given up to make room, by tier.", ("tier",)
+)
+LOST_BLOCKS: Final = Metric(
+    "kvstrata_lost_blocks_total", "Blocks that left host memory before they could reach the disk."
+)
+CORRUPT_BLOCKS: Final = Metric(
+    "kvstrata_corrupt_blocks_total", "Stored blocks that failed a check; dropped, never served."
+)
+
+CATALOGUE: Final = (
+    LOOKUPS,
+    LOOKUP_BLOCKS,
+    LOADED_BLOCKS,
+    FAILED_LOADS,
+    SAVED_BLOCKS,
+    SHED_BLOCKS,
+    PROMOTED_BLOCKS,
+    CASCADED_BLOCKS,
+    EVICTED_BLOCKS,
+    LOST_BLOCKS,
+    CORRUPT_BLOCKS,
+)
+
+Label = Literal["host", "disk", "none"]
+
+
+class Counters:
+    """The catalogue's counters in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._counters = {
+            metric: Counter(metric.name, metric.help, metric.labels, registry=self._registry)
+            for metric in CATALOGUE
+        }
+
+    def add(self, metric: Metric, amount: int, label: Label | None = None) -> None:
+        if amount:
+            counter = self._counters[metric]
+            (counter.labels(label) if label is not None else counter).inc(amount)
+
+    def snapshot(self) -> dict[str, int]:
+        """Every value by name, a labelled one as ``name{label=value}``."""
+        return {
+            sample.name + "".join(f"{{{k}={v}}}" for k, v in sample.labels.items()): int(
+                sample.value
+            )
+            for family in self._registry.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
+
+    def exposition(self) -> str:
+        """The Prometheus text format."""
+        return generate_latest(self._registry).decode()

@@ -1,0 +1,76 @@
+"""How a worker maps the host tier of a server, and maps it again when the server is another one."""
+
+import logging
+import threading
+from pathlib import Path
+
+from kvstrata.core.errors import KVStrataError, ProtocolError
+from kvstrata.server import protocol as p
+from kvstrata.server.client import ManagerClient
+from kvstrata.storage.mapping import HostMapping
+
+_log = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS = 0.02
+_WELCOME_SECONDS = 60.0  # the first client of a server waits for its disk tier to open
+
+
+class Attachment:
+    """Keeps ``mapping`` current on a thread of its own, until ``close``.
+
+    The connection is held open as long as the mapping is used: its end tells the server that
+    nobody here writes into its slots any more.
+    """
+
+    def __init__(self, path: Path, hello: p.Hello, *, retry_seconds: float, prefault: bool) -> None:
+        self.mapping: HostMapping | None = None
+        self._path = path
+        self._hello = hello
+        self._retry_seconds = retry_seconds
+        self._prefault = prefault
+        self._stop = threading.Event()
+        self._client: ManagerClient | None = None
+        self._thread = threading.Thread(target=self._run, name="kvstrata-attach", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go of the server. Call it when no copy runs any more."""
+        self._stop.set()
+        client = self._client
+        if client is not None:
+            client.shutdown()
+        self._thread.join(1.0)
+        self.mapping = None
+
+    def _run(self) -> None:
+        retry_seconds = _FIRST_RETRY_SECONDS
+        told = ""
+        while not self._stop.is_set():
+            try:
+                self._attach_and_stay()
+                retry_seconds, told = _FIRST_RETRY_SECONDS, ""
+            except (KVStrataError, OSError) as e:
+                if str(e) != told and retry_seconds >= self._retry_seconds:
+                    told = str(e)
+                    _log.warning("no cache server to attach to at %s: %s", self._path, e)
+            self._stop.wait(retry_seconds)
+            retry_seconds = min(retry_seconds * 2, self._retry_seconds)
+
+    def _attach_and_stay(self) -> None:
+        client = self._client = ManagerClient(self._path, self._hello)
+        try:
+            welcome = client.wait_welcome(_WELCOME_SECONDS)
+            descriptor = client.take_descriptor()
+            if descriptor is None:
+                raise ProtocolError("the server sent no descriptor of its host tier")
+            mapping = HostMapping.from_fd(
+                descriptor, welcome.server_id, welcome.slots, welcome.slot_bytes
+            )
+            self.mapping = mapping
+            client.submit(p.Mapped(0))
+            if self._prefault:
+                mapping.touch(self._stop)
+            while not self._stop.is_set():
+                client.poll(3600.0)
+        finally:
+            client.close()

@@ -1,0 +1,279 @@
+"""The client's end of the wire: ``KVManager``'s methods over a unix socket.
+
+Nothing here starts a thread. ``submit`` and ``poll`` never block longer than they are told, so an
+engine's scheduler can use them between two steps; the methods that ``KVManager`` has too wait for
+their answer.
+"""
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kvstrata.core.errors import (
+    ConfigError,
+    FormatError,
+    InvariantViolated,
+    KVStrataError,
+    ProtocolError,
+    ServerUnavailable,
+    TierUnavailable,
+)
+from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.manager.report import CacheReport
+from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.server import protocol as p
+from kvstrata.server import sockets
+
+_OUTBOX_BYTES: Final = 8 << 20  # unsent requests to a server that does not read
+_RECEIVE_BYTES: Final = 256 << 10
+_EARLY_NEWS: Final = 1024  # settled tasks whose request is not answered yet
+
+_ERRORS: Final = {
+    kind.code: kind
+    for kind in (ConfigError, FormatError, TierUnavailable, ProtocolError, InvariantViolated)
+}
+_R = TypeVar("_R")
+
+
+class Pending:
+    """A request on its way. ``reply`` is its answer, None until it is there."""
+
+    __slots__ = ("reply", "sent_at", "status")
+
+    def __init__(self, sent_at: float) -> None:
+        self.sent_at = sent_at  # monotonic seconds
+        self.reply: p.Reply | None = None
+        self.status: TaskStatus | None = None  # the latest word of the task, if it makes one
+
+
+class ManagerClient:
+    """One connection. After any ``ServerUnavailable`` or ``ProtocolError`` it is of no more use."""
+
+    def __init__(self, path: Path, hello: p.Hello, *, timeout_seconds: float = 5.0) -> None:
+        """Connect and say *hello*, not waiting for the answer, which is ``self.welcome``."""
+        self._timeout_seconds = timeout_seconds
+        self._sock = sockets.connect(path, timeout_seconds)
+        self._sock.setblocking(False)
+        self._poller = select.poll()
+        self._poller.register(self._sock, select.POLLIN)
+        self._outbox = bytearray()
+        self._inbox = bytearray()
+        self._descriptors: list[int] = []
+        self._next_seq = hello.seq
+        self._pending: dict[int, Pending] = {}
+        self._promoting: dict[int, Pending] = {}
+        self._early: dict[int, TaskStatus] = {}
+        self.welcome = self.submit(hello)
+
+    # -- without waiting ---------------------------------------------------------------------
+
+    def submit(self, request: p.Request) -> Pending:
+        """Send *request*; its ``seq``, if it has one, is set here."""
+        pending = Pending(time.monotonic())
+        if hasattr(request, "seq"):
+            request.seq = self._next_seq
+            self._next_seq += 1
+            self._pending[request.seq] = pending
+        self._outbox += p.encode(request)
+        if len(self._outbox) > _OUTBOX_BYTES:
+            raise self._lost("it has read nothing for too long")
+        self._flush()
+        return pending
+
+    def poll(self, timeout_seconds: float = 0.0) -> bool:
+        """Take in what has arrived, after waiting for it up to *timeout_seconds*; whether anything.
+
+        Raises ``ServerUnavailable`` when the server has hung up.
+        """
+        self._flush()
+        if not self._poller.poll(timeout_seconds * 1000):
+            return False
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1)
+        except BlockingIOError:
+            return False
+        except OSError as e:
+            raise self._lost(str(e)) from e
+        if not data:
+            raise self._lost("it has hung up")
+        self._descriptors += descriptors
+        self._inbox += data
+        self._take_frames()
+        return True
+
+    def abandon(self, pending: Pending) -> None:
+        """Nobody waits for *pending* any more; a task that it makes is cancelled when it is known."""
+        for seq, other in self._pending.items():
+            if other is pending:
+                self._pending[seq] = _Abandoned(pending.sent_at)
+                return
+        if pending.status is not None:
+            self._promoting.pop(pending.status.task_id, None)
+            if pending.status.task_id:
+                self.submit(p.Cancel([pending.status.task_id]))
+
+    def take_descriptor(self) -> int | None:
+        """A file descriptor that the server has sent; the caller owns it."""
+        return self._descriptors.pop(0) if self._descriptors else None
+
+    # -- the methods of KVManager ------------------------------------------------------------
+
+    def register_namespace(self, namespace: NamespaceId, parts: Mapping[str, str]) -> None:
+        self.submit(p.Register(namespace, dict(parts)))
+
+    def get_match(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> TaskStatus:
+        return self._ask(p.GetMatch(0, namespace, b"".join(keys)), p.Task).status
+
+    def put_match(
+        self, namespace: NamespaceId, keys: Sequence[BlockKey], *, parent: BlockKey | None = None
+    ) -> TaskStatus:
+        return self._ask(p.PutMatch(0, namespace, b"".join(keys), parent or b""), p.Task).status
+
+    def launch(self, task_ids: Sequence[int]) -> None:
+        self.submit(p.Launch(list(task_ids)))
+
+    def complete(self, task_ids: Sequence[int]) -> None:
+        self.submit(p.Complete(list(task_ids)))
+
+    def fail(self, task_ids: Sequence[int]) -> None:
+        self.submit(p.Fail(list(task_ids)))
+
+    def cancel(self, task_ids: Sequence[int]) -> None:
+        self.submit(p.Cancel(list(task_ids)))
+
+    def try_wait(self, task_ids: Sequence[int]) -> dict[int, TaskStatus]:
+        statuses = self._ask(p.TryWait(0, list(task_ids)), p.Tasks).statuses
+        return {status.task_id: status for status in statuses}
+
+    def wait(self, task_ids: Sequence[int], timeout_seconds: float) -> dict[int, TaskStatus]:
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            found = self.try_wait(task_ids)
+            promoting = any(s.state is TaskState.PROMOTING for s in found.values())
+            left = deadline - time.monotonic()
+            if not promoting or left <= 0:
+                return found
+            self.poll(min(left, 0.005))  # news of a settled task ends the wait early
+
+    def prefetch(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> int:
+        return self._ask(p.Prefetch(0, namespace, b"".join(keys)), p.Number).value
+
+    def reset(self, namespace: NamespaceId) -> int:
+        return self._ask(p.Reset(0, namespace), p.Number).value
+
+    def stats(self) -> CacheReport | None:
+        """None while no engine has told the server its block size."""
+        return self._ask(p.Stats(0), p.Report).report
+
+    def ping(self) -> None:
+        self._ask(p.Ping(0), p.Number)
+
+    def shutdown(self) -> None:
+        """Wake another thread that is in ``poll``: it raises ``ServerUnavailable``."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up; the server releases what this client held. Idempotent."""
+        self._sock.close()
+
+    def wait_welcome(self, timeout_seconds: float) -> p.Welcome:
+        """The answer to hello; raises what the server objects to."""
+        return self._await(self.welcome, p.Welcome, timeout_seconds)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _ask(self, request: p.Request, kind: type[_R]) -> _R:
+        return self._await(self.submit(request), kind, self._timeout_seconds)
+
+    def _await(self, pending: Pending, kind: type[_R], timeout_seconds: float) -> _R:
+        deadline = time.monotonic() + timeout_seconds
+        while pending.reply is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ServerUnavailable(f"no answer within {timeout_seconds} s")
+            self.poll(left)
+        if isinstance(pending.reply, p.Refused):
+            raise refusal(pending.reply)
+        if not isinstance(pending.reply, kind):
+            raise ProtocolError(f"{type(pending.reply).__name__} is no answer to the request")
+        return pending.reply
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                sent = self._sock.send(self._outbox)
+            except BlockingIOError:
+                return
+            except OSError as e:
+                raise self._lost(str(e)) from e
+            del self._outbox[:sent]
+
+    def _take_frames(self) -> None:
+        start = 0
+        while len(self._inbox) - start >= p.LENGTH.size:
+            header_end = start + p.LENGTH.size
+            end = header_end + p.frame_length(self._inbox[start:header_end])
+            if len(self._inbox) < end:
+                break
+            self._take(p.decode_reply(bytes(self._inbox[header_end:end])))
+            start = end
+        del self._inbox[:start]
+
+    def _take(self, reply: p.Reply) -> None:
+        if isinstance(reply, p.Settled):
+            self._take_settled(reply.status)
+            return
+        pending = self._pending.pop(reply.seq, None)
+        if pending is None:
+            raise ProtocolError(f"an answer to request {reply.seq}, which was not sent")
+        pending.reply = reply
+        if not isinstance(reply, p.Task):
+            return
+        task_id = reply.status.task_id
+        pending.status = self._early.pop(task_id, reply.status)
+        if isinstance(pending, _Abandoned):
+            if task_id:
+                self.submit(p.Cancel([task_id]))
+        elif pending.status.state is TaskState.PROMOTING:
+            self._promoting[task_id] = pending
+
+    def _take_settled(self, status: TaskStatus) -> None:
+        pending = self._promoting.pop(status.task_id, None)
+        if pending is not None:
+            pending.status = status
+            return
+        # The I/O thread of the server may overtake the answer to the lookup.
+        self._early[status.task_id] = status
+        if len(self._early) > _EARLY_NEWS:
+            del self._early[next(iter(self._early))]
+
+    def _lost(self, why: str) -> ServerUnavailable:
+        with contextlib.suppress(OSError):
+            self._sock.close()
+        return ServerUnavailable(f"the connection to the cache server is lost: {why}")
+
+
+class _Abandoned(Pending):
+    """Stands for a request that was given up before its answer came."""
+
+    __slots__ = ()
+
+
+def refusal(refused: p.Refused) -> KVStrataError:
+    """The exception that the server raised, as one of ours."""
+    kind: Callable[..., KVStrataError] = _ERRORS.get(refused.code, KVStrataError)
+    return kind(refused.message, hint=refused.hint)
+
+
+def observe(path: Path, *, timeout_seconds: float = 5.0) -> ManagerClient:
+    """A connection that only looks: for ``stats`` and ``inspect``."""
+    client = ManagerClient(
+        path, p.Hello(0, p.PROTOCOL_VERSION, "observer"), timeout_seconds=timeout_seconds
+    )
+    client.wait_welcome(timeout_seconds)
+    return client

@@ -1,0 +1,77 @@
+"""Run a server in this process: until a signal, or until the engine that started it is gone."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+
+from kvstrata.core.config import Config, config_from_json
+from kvstrata.core.errors import KVStrataError
+from kvstrata.server.server import Server
+
+_LOG_FORMAT: Final = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+
+
+class ChildOrders(msgspec.Struct):
+    """What an engine tells the server that it starts, on its standard input."""
+
+    config_json: str
+    socket: str
+    block_bytes: int
+
+
+class ChildReady(msgspec.Struct):
+    """What the child answers, one line on its standard output: it serves, or why not."""
+
+    error: str = ""  # code of the error; empty when it serves
+    message: str = ""
+    hint: str | None = None
+
+
+def run_server(config: Config, path: Path, *, block_bytes: int | None = None) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    server = Server(config, path, block_bytes=block_bytes)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.serve()
+
+
+def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
+    """Serve until the engine at the other end of *orders_from* closes it or dies."""
+    orders = msgspec.json.decode(orders_from.readline(), type=ChildOrders)
+    try:
+        config = config_from_json(orders.config_json)
+        server = Server(config, Path(orders.socket), block_bytes=orders.block_bytes)
+    except KVStrataError as e:
+        message = str(e.args[0]) if e.args else str(e)
+        _answer(ready_to, ChildReady(e.code, message, e.hint))
+        return 1
+
+    def stop_with_engine() -> None:
+        orders_from.read()
+        server.stop()
+
+    threading.Thread(target=stop_with_engine, name="kvstrata-lifeline", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when it ends
+    _answer(ready_to, ChildReady())
+    server.serve()
+    return 0
+
+
+def _answer(ready_to: IO[bytes], ready: ChildReady) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        ready_to.write(msgspec.json.encode(ready) + b"\n")
+        ready_to.flush()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+    code = run_child(sys.stdin.buffer, sys.stdout.buffer)
+    os._exit(code)  # threads in a read of a hung disk must not hold the process
