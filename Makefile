@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 .PHONY: help .venv demo test lint format unit bench-vllm-hit clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z.-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | column -t -s '	'
+	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
 
 .venv: .venv/.installed ## Create or update the virtual environment
 
@@ -19,8 +19,9 @@ help: ## List the targets
 .venv/.installed: requirements-dev.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 with the venv module found" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-dev.lock
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "installing requirements-dev.lock (minutes, the first time)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-dev.lock
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: .venv ## See the cache work, in under a minute
