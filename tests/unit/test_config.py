@@ -111,6 +111,13 @@ def test_the_list_takes_ucms_words_and_auto() -> None:
     )
 
 
+def test_the_tiers_can_be_asked_for_by_kind() -> None:
+    host, disk = HostTier(capacity=1), DiskTier(path=Path("/x"), capacity=2)
+    assert Config(tiers=(host,)).host_tier == Config(tiers=(host, disk)).host_tier == host
+    assert Config(tiers=(host,)).disk_tier is None
+    assert Config(tiers=(host, disk)).disk_tier == disk
+
+
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [

@@ -182,9 +182,9 @@ def test_a_name_like_no_other_gets_the_list_of_all() -> None:
 
 
 def test_an_unknown_key_of_a_tier_is_named_with_its_place() -> None:
-    tiers = [{"kind": "host"}, {"kind": "disk", "path": "/x", "capacity": 1, "capcity": 2}]
+    tiers = [{"kind": "host"}, {"kind": "disk", "path": "/x", "capacity": 1, "kapacity": 2}]
     assert fault_of({"tiers": tiers}) == (
-        "unknown setting 'tiers.1.capcity' (from kv_connector_extra_config)\n"
+        "unknown setting 'tiers.1.kapacity' (from kv_connector_extra_config)\n"
         "  hint: did you mean capacity?"
     )
 
@@ -243,7 +243,7 @@ def test_an_unreadable_file_does_not_hide_other_faults() -> None:
 
 
 def test_a_wrong_value_is_not_blamed_for_a_contradiction_as_well() -> None:
-    fault = fault_of({"server": "atached", "socket": "/run/kv.sock"})
+    fault = fault_of({"server": "attachd", "socket": "/run/kv.sock"})
     assert "'embedded' or 'attached'" in fault
     assert "settings are wrong" not in fault
 

@@ -270,6 +270,16 @@ class Config(BaseModel):
     def disk(self) -> DiskTier | None:
         return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
 
+    @property
+    def host_tier(self) -> HostTier:
+        """The first tier; there is always one."""
+        return next(tier for tier in self.tiers if isinstance(tier, HostTier))
+
+    @property
+    def disk_tier(self) -> DiskTier | None:
+        """The tier below host memory, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
+
     @model_validator(mode="after")
     def _agree(self) -> "Config":
         found = tuple(check for each in _CHECKS if (check := each(self)) is not None)

