@@ -1,0 +1,51 @@
+"""Shared by all tests: a clean environment, Hypothesis profiles, a tiny model."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# HYPOTHESIS_PROFILE chooses one. No deadlines: how long a test takes depends on its neighbours.
+settings.register_profile("default", max_examples=100, deadline=None)
+settings.register_profile("ci", max_examples=200, deadline=None, print_blob=True)
+settings.register_profile("nightly", max_examples=20_000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure() -> None:
+    """Before anything imports an engine: it reads these when it is imported."""
+    for name in [name for name in os.environ if name.startswith("KVSTRATA_")]:
+        del os.environ[name]
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    cores = sorted(os.sched_getaffinity(0))[:4]
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    # vLLM's own choice differs with and without a connector, and with it the order of sums.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random Llama in float32: start vLLM with ``dtype="float32"`` on it.
+
+    Greedy tokens then do not depend on batching or chunked prefill, so that two runs that differ
+    in one token differ in the keys and values that were used.
+    """
+    from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    return write_tiny_llama(folder, TinyLlama(dtype="float32"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in bfloat16, where a few prompts in a hundred depend on batching."""
+    from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama-bfloat16"
+    return write_tiny_llama(folder, TinyLlama(dtype="bfloat16"))
