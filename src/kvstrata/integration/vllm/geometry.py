@@ -1,0 +1,287 @@
+"""vLLM's KV cache plan and tensors → the geometry of this worker's device blocks.
+
+Sizes come from ``KVCacheConfig`` (the same in both processes), never from the rank of a tensor;
+what the worker registers must then agree with it byte for byte. Anything else is a ``ConfigError``
+at start.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    group_kernel_blocks,
+    iter_layer_specs,
+)
+
+from kvstrata.core.errors import ConfigError
+
+__all__ = ["DeviceGeometry", "geometry_from_config", "pages_from_tensors"]
+
+_RUN_WITHOUT: Final = "run vLLM without the connector (drop --kv-transfer-config)"
+_SLOT_ALIGNMENT_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGeometry:
+    """Bytes of one device block on one rank: one page per layer, in the order of ``layers``.
+
+    Example: 4 layers, 32 tokens of 4 KV heads of 32 + 32 bfloat16 values.
+
+    >>> g = DeviceGeometry(num_blocks=100, block_size=32, layers=tuple("abcd"),
+    ...                    page_bytes=(16384,) * 4)
+    >>> g.device_block_bytes, g.rank_bytes(256), g.slot_bytes(256, world_size=2)
+    (65536, 524288, 1048576)
+    """
+
+    num_blocks: int
+    block_size: int  # tokens per device block
+    layers: tuple[str, ...]  # layers that own memory, as in the KV cache group
+    page_bytes: tuple[int, ...]  # of each layer, alignment padding included
+
+    @property
+    def device_block_bytes(self) -> int:
+        return sum(self.page_bytes)
+
+    def device_blocks_per_block(self, tokens_per_block: int) -> int:
+        """Raises ``ConfigError`` unless a block is a whole number of device blocks."""
+        if tokens_per_block < self.block_size or tokens_per_block % self.block_size:
+            raise ConfigError(
+                f"tokens_per_block = {tokens_per_block} is no multiple of "
+                f"vLLM's block size of {self.block_size} tokens",
+                hint=f"set tokens_per_block to a multiple of {self.block_size}",
+            )
+        return tokens_per_block // self.block_size
+
+    def rank_bytes(self, tokens_per_block: int) -> int:
+        """Bytes of one rank's region of a slot."""
+        return self.device_blocks_per_block(tokens_per_block) * self.device_block_bytes
+
+    def slot_bytes(self, tokens_per_block: int, world_size: int) -> int:
+        """Stride of a slot: the ranks' regions side by side, padded to 4 KiB."""
+        used = self.rank_bytes(tokens_per_block) * world_size
+        return -(-used // _SLOT_ALIGNMENT_BYTES) * _SLOT_ALIGNMENT_BYTES
+
+
+def geometry_from_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> DeviceGeometry:
+    """The geometry as both processes know it, before there are tensors.
+
+    In the scheduler process vLLM has replaced ``UniformTypeKVCacheSpecs`` by its first member
+    (``generate_scheduler_kv_cache_config``), so page sizes come from the placement of the layers.
+    Without any placement (schedulers in unit tests) the group's one spec holds for all layers.
+    """
+    _refuse_parallelism(vllm_config, kv_cache_config)
+    group = _only_group(kv_cache_config)
+    _refuse_specs(group)
+    if kv_cache_config.kv_cache_tensors:
+        placed = _page_bytes_by_layer(kv_cache_config)
+        layers = tuple(name for name in group.layer_names if name in placed)
+        pages = tuple(placed[name] for name in layers)
+        if len(layers) != len(placed):
+            raise ConfigError(
+                f"layers are placed outside the KV cache group: {sorted(set(placed) - {*layers})}"
+            )
+        _check_pages_hold_specs(group, dict(zip(layers, pages, strict=True)))
+    else:
+        layers = tuple(group.layer_names)
+        pages = tuple(_spec_of(group, name).page_size_bytes for name in layers)
+    return DeviceGeometry(
+        num_blocks=kv_cache_config.num_blocks,
+        block_size=group.kv_cache_spec.block_size,
+        layers=layers,
+        page_bytes=pages,
+    )
+
+
+def pages_from_tensors(
+    kv_caches: dict[str, torch.Tensor], geometry: DeviceGeometry, kv_cache_config: KVCacheConfig
+) -> list[torch.Tensor]:
+    """Per layer of *geometry* a uint8 view (num_blocks, page_bytes) of what vLLM registered.
+
+    Raises ``ConfigError`` if a tensor does not lie where ``KVCacheConfig.kv_cache_tensors`` places
+    it, if a page is not one contiguous run, or if a registered cache is not covered.
+    """
+    placement = _placement_by_layer(kv_cache_config)
+    pages = []
+    for name, page_bytes in zip(geometry.layers, geometry.page_bytes, strict=True):
+        if name not in kv_caches or name not in placement:
+            raise ConfigError(f"vLLM registered no KV cache for layer {name}")
+        cache = _by_device_block(name, kv_caches[name], geometry.num_blocks)
+        _check_cache(name, cache, placement[name], page_bytes)
+        offset, block_stride = placement[name]
+        pages.append(
+            torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+                cache.untyped_storage(),
+                offset,
+                (geometry.num_blocks, page_bytes),
+                (block_stride, 1),
+            )
+        )
+    _refuse_uncovered(kv_caches, geometry)
+    return pages
+
+
+def _refuse_parallelism(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    parallel = vllm_config.parallel_config
+    found = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+        "replicas of the KV cache over tensor parallel ranks": kv_cache_config.kv_tp_replicas,
+    }
+    for what, size in found.items():
+        if size > 1:
+            raise ConfigError(
+                f"{what} = {size}: not supported in this version of KVStrata", hint=_RUN_WITHOUT
+            )
+
+
+def _only_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
+    groups = kv_cache_config.kv_cache_groups
+    kinds = ", ".join(get_kv_cache_spec_kind(g.kv_cache_spec).value for g in groups) or "none"
+    if len(groups) != 1:
+        raise ConfigError(
+            f"the model has {len(groups)} KV cache groups ({kinds}): "
+            "hybrid and attention-free models are not supported in this version of KVStrata",
+            hint=_RUN_WITHOUT,
+        )
+    group = groups[0]
+    hosted = any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors)
+    if group.host_resident or hosted or kv_cache_config.hisparse_host_num_blocks is not None:
+        raise _unsupported(f"a host-resident KV cache ({kinds})")
+    if not group.enable_kv_transfer:
+        raise _unsupported(f"a KV cache group that vLLM excludes from transfer ({kinds})")
+    return group
+
+
+def _refuse_specs(group: KVCacheGroupSpec) -> None:
+    """Full attention and MLA only, by exact class: a subclass may recycle or add blocks."""
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    if not specs or not group.layer_names:
+        raise _unsupported("a KV cache group without layers")
+    for spec in specs:
+        kind = get_kv_cache_spec_kind(spec).value
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise _unsupported(f"a KV cache of kind {kind} ({type(spec).__name__})")
+        if spec.non_causal:
+            raise _unsupported(f"non-causal attention ({kind})")
+        if spec.tokens_per_state != 1:
+            raise _unsupported(f"{spec.tokens_per_state} tokens per state ({kind})")
+        if not spec.has_layer_views:
+            raise _unsupported(f"a KV cache without layer views ({type(spec).__name__})")
+
+
+def _unsupported(found: str) -> ConfigError:
+    return ConfigError(
+        f"the model has {found}: this kind of model is not supported in this version of KVStrata",
+        hint=_RUN_WITHOUT,
+    )
+
+
+def _placement_by_layer(kv_cache_config: KVCacheConfig) -> dict[str, tuple[int, int]]:
+    """Layer → (byte offset of its block 0, bytes from block to block), from ``KVCacheTensor``."""
+    return {
+        name: (tensor.offset + i * tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for i, name in enumerate(tensor.layers)
+    }
+
+
+def _page_bytes_by_layer(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Layer → bytes of a page, padding included.
+
+    With layers outermost the next page of the layer follows, with blocks outermost the page of
+    the next layer: the smaller of the two strides.
+    """
+    return {
+        name: min(tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+
+
+def _spec_of(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _check_pages_hold_specs(group: KVCacheGroupSpec, page_bytes: dict[str, int]) -> None:
+    """Every layer whose spec is known fits its page; heads outside blocks leave pages in pieces.
+
+    In the scheduler process only the first layer's spec is certain.
+    """
+    wrapped = isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+    for name in page_bytes if wrapped else [next(iter(page_bytes))]:
+        needed = _spec_of(group, name).unpadded_page_size_bytes
+        if page_bytes[name] < needed:
+            raise ConfigError(
+                f"layer {name}: a page of {needed} bytes lies in pieces of {page_bytes[name]} "
+                "bytes; this KV cache layout is not supported in this version of KVStrata",
+                hint="set VLLM_KV_CACHE_LAYOUT to LBHNC, LBNHC, BLHNC or BLNHC",
+            )
+
+
+def _by_device_block(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """*cache* with device blocks, not kernel blocks, as dim 0."""
+    if cache.ndim < 2 or cache.shape[0] == 0 or cache.shape[0] % num_blocks:
+        raise ConfigError(
+            f"layer {name}: KV cache of shape {tuple(cache.shape)} for {num_blocks} blocks"
+        )
+    return group_kernel_blocks(cache, num_blocks)
+
+
+def _check_cache(
+    name: str, cache: torch.Tensor, placement: tuple[int, int], page_bytes: int
+) -> None:
+    offset, block_stride = placement
+    found = (cache.storage_offset() * cache.element_size(), cache.stride(0) * cache.element_size())
+    if found != placement:
+        raise ConfigError(
+            f"layer {name}: KV cache at byte {found[0]} with a stride of {found[1]}, "
+            f"planned were byte {offset} and a stride of {block_stride}"
+        )
+    end = offset + (cache.shape[0] - 1) * block_stride + page_bytes
+    if end > cache.untyped_storage().nbytes():
+        raise ConfigError(
+            f"layer {name}: KV cache ends at byte {end} of a storage of "
+            f"{cache.untyped_storage().nbytes()}"
+        )
+    run = _contiguous_bytes(cache)
+    if run is None or run > page_bytes:
+        raise ConfigError(
+            f"layer {name}: a device block of shape {tuple(cache.shape[1:])} and strides "
+            f"{cache.stride()[1:]} is not one page of {page_bytes} bytes"
+        )
+
+
+def _contiguous_bytes(cache: torch.Tensor) -> int | None:
+    """Bytes of ``cache[b]`` if they are one run in some order of its axes, else None."""
+    axes: list[tuple[int, int]] = sorted(
+        (stride, size)
+        for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True)
+        if size > 1
+    )
+    expected = 1
+    for stride, size in axes:
+        if stride != expected:
+            return None
+        expected *= size
+    elements: int = prod(cache.shape[1:])
+    return elements * int(cache.element_size())
+
+
+def _refuse_uncovered(kv_caches: dict[str, Any], geometry: DeviceGeometry) -> None:
+    """Layers that share another layer's cache may be registered too; unknown memory may not."""
+    covered = {kv_caches[name].data_ptr() for name in geometry.layers}
+    unknown = [name for name, cache in kv_caches.items() if cache.data_ptr() not in covered]
+    if unknown:
+        raise ConfigError(f"vLLM registered KV caches that its plan does not place: {unknown}")

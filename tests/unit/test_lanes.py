@@ -1,0 +1,162 @@
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstrata.transfer.lanes import Handle, Lane, Lanes, Outcome
+
+PATIENCE_SECONDS = 10.0  # only a broken executor takes that long
+
+
+class Gate:
+    """A job that reports that it runs and goes on when told."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, handle: Handle[str]) -> str:
+        self.entered.set()
+        assert self.go.wait(PATIENCE_SECONDS)
+        return "stopping" if handle.stopping else "done"
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes[str]]:
+    made = Lanes[str](limit=3)
+    yield made
+    assert made.close(PATIENCE_SECONDS)
+
+
+def says(text: str, log: list[str]) -> Callable[[Handle[str]], str]:
+    def job(_: Handle[str]) -> str:
+        log.append(text)
+        return text
+
+    return job
+
+
+def poll(lanes: Lanes[str], count: int) -> list[Handle[str]]:
+    ended: list[Handle[str]] = []
+    while len(ended) < count:
+        assert lanes.wait(PATIENCE_SECONDS)
+        ended += lanes.poll()
+    assert len(ended) == count
+    return ended
+
+
+def test_loads_overtake_saves_and_each_lane_keeps_its_order(lanes: Lanes[str]) -> None:
+    gate, log = Gate(), list[str]()
+    lanes.submit(gate, Lane.SAVE)
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    for text, lane in [("s1", Lane.SAVE), ("l1", Lane.LOAD), ("s2", Lane.SAVE), ("l2", Lane.LOAD)]:
+        lanes.submit(says(text, log), lane)
+    gate.go.set()
+    ended = poll(lanes, 5)
+    assert log == ["l1", "l2", "s1", "s2"]
+    assert [h.result for h in ended] == ["done", "l1", "l2", "s1", "s2"]
+    assert {h.outcome for h in ended} == {Outcome.DONE}
+
+
+def test_exception_ends_its_job_and_no_other(lanes: Lanes[str]) -> None:
+    def broken(_: Handle[str]) -> str:
+        raise ZeroDivisionError("no")
+
+    first = lanes.submit(broken, Lane.LOAD)
+    second = lanes.submit(says("fine", []), Lane.LOAD)
+    assert poll(lanes, 2) == [first, second]
+    assert first.outcome is Outcome.FAILED
+    assert isinstance(first.error, ZeroDivisionError)
+    assert second.result == "fine"
+
+
+def test_every_job_is_polled_once(lanes: Lanes[str]) -> None:
+    handle = lanes.submit(says("x", []), Lane.SAVE)
+    assert poll(lanes, 1) == [handle]
+    assert lanes.poll() == []
+    assert not lanes.wait(0.0)
+
+
+def test_full_lane_refuses_until_ended_jobs_are_polled(lanes: Lanes[str]) -> None:
+    gate = Gate()
+    lanes.submit(gate, Lane.SAVE)
+    lanes.submit(gate, Lane.SAVE)
+    lanes.submit(gate, Lane.SAVE)
+    refused = lanes.submit(says("never", log := []), Lane.SAVE)
+    assert refused.outcome is Outcome.REFUSED
+    assert lanes.submit(gate, Lane.LOAD).outcome is not Outcome.REFUSED
+    gate.go.set()
+    assert refused not in poll(lanes, 4)
+    assert log == []
+    assert lanes.submit(says("again", log), Lane.SAVE).outcome is not Outcome.REFUSED
+    poll(lanes, 1)
+    assert log == ["again"]
+
+
+def test_cancelled_in_the_queue_never_runs(lanes: Lanes[str]) -> None:
+    gate, log = Gate(), list[str]()
+    running = lanes.submit(gate, Lane.LOAD)
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    queued = lanes.submit(says("never", log), Lane.LOAD)
+    lanes.cancel(queued)
+    lanes.cancel(queued)
+    assert lanes.poll() == [queued]
+    assert queued.outcome is Outcome.CANCELLED
+    gate.go.set()
+    assert poll(lanes, 1) == [running]
+    assert log == []
+
+
+def test_cancelled_while_running_is_over_only_when_it_has_stopped(lanes: Lanes[str]) -> None:
+    gate = Gate()
+    running = lanes.submit(gate, Lane.LOAD)
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    lanes.cancel(running)
+    assert running.outcome is None
+    assert lanes.poll() == []
+    gate.go.set()
+    assert poll(lanes, 1) == [running]
+    assert running.result == "stopping"
+    lanes.cancel(running)
+    assert lanes.poll() == []
+
+
+def test_close_cancels_the_queue_stops_the_runner_and_refuses_more() -> None:
+    lanes, gate = Lanes[str](), Gate()
+    running = lanes.submit(gate, Lane.SAVE)
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    queued = lanes.submit(says("never", []), Lane.LOAD)
+    assert not lanes.close(0.0)
+    assert queued.outcome is Outcome.CANCELLED
+    assert lanes.submit(gate, Lane.LOAD).outcome is Outcome.REFUSED
+    gate.go.set()
+    assert lanes.close(PATIENCE_SECONDS)
+    assert lanes.poll() == [queued, running]
+    assert running.result == "stopping"
+
+
+def test_no_job_is_lost_with_many_threads_on_both_sides() -> None:
+    lanes, submitted, ended = Lanes[str](threads=3, limit=50), list[Handle[str]](), []
+    lock = threading.Lock()
+
+    def submit_many() -> None:
+        for i in range(200):
+            handle = lanes.submit(says("x", []), Lane(i % 2))
+            if i % 7 == 0:
+                lanes.cancel(handle)
+            with lock:
+                submitted.append(handle)
+
+    threads = [threading.Thread(target=submit_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(t.is_alive() for t in threads):
+        lanes.wait(0.001)
+        ended += lanes.poll()
+    assert lanes.close(PATIENCE_SECONDS)
+    ended += lanes.poll()
+    accepted = [h for h in submitted if h.outcome is not Outcome.REFUSED]
+    assert len(submitted) == 800
+    assert len(ended) == len(accepted)
+    assert set(ended) == set(accepted)
+    assert all(h.outcome in {Outcome.DONE, Outcome.CANCELLED} for h in ended)
