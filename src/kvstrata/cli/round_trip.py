@@ -1,0 +1,94 @@
+"""Save a few blocks and load them again, as an engine would."""
+
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+from kvstrata.core.config import Config, DiskTier, HostTier
+from kvstrata.core.errors import InvariantViolated, TierUnavailable
+from kvstrata.core.limits import nearest_existing
+from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskState
+
+__all__ = ["round_trip"]
+
+_PROBE_BLOCK_BYTES: Final = 64 * 1024
+_PROBE_BLOCKS: Final = 4
+_PROBE_TIER_BYTES: Final = 4 * _PROBE_BLOCKS * _PROBE_BLOCK_BYTES
+_PROBE_SECONDS: Final = 10.0
+
+
+def round_trip(config: Config) -> str:
+    """Save blocks in small tiers like those of *config* and load them again; what was seen.
+
+    With a disk tier the manager is restarted in between, so that the bytes come from disk. The
+    tiers of *config* themselves are not touched.
+
+    Raises:
+        KVStrataError: a step failed, or the bytes that came back are others.
+    """
+    disk = config.disk_tier
+    began = time.monotonic()
+    if disk is None:
+        _save_and_load(_small(config, None), restart=False)
+    else:
+        with tempfile.TemporaryDirectory(
+            prefix=".kvstrata-doctor-", dir=nearest_existing(disk.path)
+        ) as directory:
+            _save_and_load(_small(config, Path(directory, "blocks")), restart=True)
+    through = "host memory" if disk is None else "host memory, disk and a restart"
+    milliseconds = (time.monotonic() - began) * 1000
+    return f"{_PROBE_BLOCKS} blocks came back unchanged through {through} in {milliseconds:.0f} ms"
+
+
+def _small(config: Config, directory: Path | None) -> Config:
+    host = HostTier(capacity=_PROBE_TIER_BYTES)
+    disk = () if directory is None else (DiskTier(path=directory, capacity=_PROBE_TIER_BYTES),)
+    return config.model_copy(update={"tiers": (host, *disk), "prefault": False})
+
+
+def _save_and_load(config: Config, *, restart: bool) -> None:
+    namespace = secrets.token_bytes(NAMESPACE_ID_BYTES)
+    blocks = {
+        secrets.token_bytes(BLOCK_KEY_BYTES): secrets.token_bytes(_PROBE_BLOCK_BYTES)
+        for _ in range(_PROBE_BLOCKS)
+    }
+    with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
+        _save(manager, namespace, blocks)
+        if not restart:
+            _load(manager, namespace, blocks)
+    if restart:
+        with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
+            _load(manager, namespace, blocks)
+
+
+def _save(manager: KVManager, namespace: bytes, blocks: Mapping[bytes, bytes]) -> None:
+    task = manager.put_match(namespace, list(blocks))
+    if len(task.slots) != len(blocks):
+        raise TierUnavailable(f"room for {len(task.slots)} of {len(blocks)} blocks was given")
+    manager.launch([task.task_id])
+    for slot, block in zip(task.slots, blocks.values(), strict=True):
+        manager.view(slot)[:] = block
+    manager.complete([task.task_id])
+
+
+def _load(manager: KVManager, namespace: bytes, blocks: Mapping[bytes, bytes]) -> None:
+    asked = manager.get_match(namespace, list(blocks))
+    task = manager.wait([asked.task_id], _PROBE_SECONDS).get(asked.task_id, asked)
+    if task.state is not TaskState.READY or len(task.slots) != len(blocks):
+        raise TierUnavailable(
+            f"{len(task.slots)} of {len(blocks)} saved blocks were found again ({task.state.value})"
+        )
+    manager.launch([task.task_id])
+    same = all(
+        bytes(manager.view(slot)) == block
+        for slot, block in zip(task.slots, blocks.values(), strict=True)
+    )
+    manager.complete([task.task_id])
+    if not same:
+        raise InvariantViolated("the bytes that came back are not those that were saved")
