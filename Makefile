@@ -34,7 +34,7 @@ lint: .venv ## Static checks
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/budget.py src
 	$(BIN)/codespell
 
