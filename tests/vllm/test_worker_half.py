@@ -1,0 +1,460 @@
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.vllm.plans import full, group, mla, model_folder, plan, tensors, vllm_config
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.metadata import Load, Save, StepPlan, WorkerReport
+from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
+from kvstrata.storage.mapping import HostMapping
+
+SERVER = b"server"
+NUM_BLOCKS, SLOTS, PER_SLOT, WORLD = 12, 4, 3, 2
+TIMEOUT_SECONDS = 5.0
+PATIENCE_SECONDS = 10.0  # only a broken worker takes that long
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class GatedCopier:
+    """The real copier behind a gate that the test opens."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.device_block_bytes = inner.device_block_bytes
+        self.entered = threading.Event()
+        self.go = threading.Event()
+        self.calls: list[tuple[str, list[int]]] = []
+
+    def copy_to_host(self, device_blocks: list[int], rows: np.ndarray) -> None:
+        self._pass("save", device_blocks)
+        self.inner.copy_to_host(device_blocks, rows)
+
+    def copy_to_device(self, device_blocks: list[int], rows: np.ndarray) -> None:
+        self._pass("load", device_blocks)
+        self.inner.copy_to_device(device_blocks, rows)
+
+    def _pass(self, kind: str, device_blocks: list[int]) -> None:
+        self.calls.append((kind, list(device_blocks)))
+        self.entered.set()
+        assert self.go.wait(PATIENCE_SECONDS)
+
+
+class Rank:
+    """One worker half with its paged tensors."""
+
+    def __init__(
+        self, config: VllmConfig, kv_group: KVCacheGroupSpec, layout: str, rank: int, clock: Clock
+    ) -> None:
+        planned = plan(config, kv_group, layout=layout, num_blocks=NUM_BLOCKS)
+        registered = tensors(planned)
+        self.caches = {name: registered[name] for name in kv_group.layer_names}
+        chosen = WorkerSettings(rank, WORLD, 32 * PER_SLOT, load_timeout_seconds=TIMEOUT_SECONDS)
+        self.half = WorkerHalf(chosen, config, planned, clock=clock)
+        self.half.register_kv_caches(self.caches)
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for cache in self.caches.values():
+            raw = cache.view(torch.uint8)
+            raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+
+    def device_blocks(self) -> np.ndarray:
+        """(NUM_BLOCKS, device_block_bytes), read through torch in layer order."""
+        pages = [c.contiguous().view(torch.uint8).flatten(1) for c in self.caches.values()]
+        return torch.cat(pages, dim=1).numpy().copy()
+
+    def gate(self) -> GatedCopier:
+        half: Any = self.half
+        half._copier = GatedCopier(half._copier)
+        return half._copier  # type: ignore[no-any-return]  # Any, to reach into the half
+
+    def drain(self) -> tuple[set[str], set[str], WorkerReport]:
+        """Everything that is reported until nothing is in flight."""
+        half: Any = self.half
+        received, failed, report = set[str](), set[str](), WorkerReport()
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            busy = bool(half._task_of)
+            new_received, new_failed = self.half.collect()
+            assert not received & new_received
+            received |= new_received
+            failed |= new_failed
+            new_report = self.half.report()
+            report = report.aggregate(new_report) if new_report else report
+            if not busy:
+                return received, failed, report
+            assert time.monotonic() < give_up
+            time.sleep(0.0005)  # the copies run on another thread
+
+
+class Bench:
+    def __init__(self, config: VllmConfig, kv_group: KVCacheGroupSpec, layout: str) -> None:
+        self.clock = Clock()
+        self.ranks = [Rank(config, kv_group, layout, i, self.clock) for i in range(WORLD)]
+        geometry = self.ranks[0].half.geometry
+        self.row_bytes = geometry.device_block_bytes
+        self.mapping = HostMapping.create(SLOTS, geometry.slot_bytes(32 * PER_SLOT, WORLD), SERVER)
+        self.mapping.generations[:] = [10, 11, 12, 13]
+        for rank in self.ranks:
+            rank.half.mapping = self.mapping
+
+    def host_rows(self, rank: int, slot: int) -> np.ndarray:
+        """(PER_SLOT, device_block_bytes) of one rank's region, by the documented layout."""
+        rank_bytes = PER_SLOT * self.row_bytes
+        region = self.mapping.data[slot][rank * rank_bytes : (rank + 1) * rank_bytes]
+        return region.reshape(PER_SLOT, self.row_bytes)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.half.shutdown()
+        self.mapping.close()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    return vllm_config(model_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def bench(config: VllmConfig) -> Iterator[Bench]:
+    made = Bench(config, group(full(), layers=2), "LBHNC")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rank(bench: Bench) -> Rank:
+    return bench.ranks[0]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["LBHNC", "BLHNC", "mixed LBHNC", "mixed BLHNC", "mla"],
+)
+def any_layout(request: pytest.FixtureRequest, config: VllmConfig) -> Iterator[Bench]:
+    mixed = {"a": full(), "b": full(head_size=16), "c": full()}
+    made = {
+        "LBHNC": lambda: Bench(config, group(full()), "LBHNC"),
+        "BLHNC": lambda: Bench(config, group(full()), "BLHNC"),
+        "mixed LBHNC": lambda: Bench(config, group(mixed), "LBHNC"),
+        "mixed BLHNC": lambda: Bench(config, group(mixed), "BLHNC"),
+        "mla": lambda: Bench(config, group(mla(), layers=3), "LBHNC"),
+    }[request.param]()
+    yield made
+    made.close()
+
+
+def load(task_id: int = 1, **changes: Any) -> Load:
+    base: dict[str, Any] = {
+        "request_id": f"r{task_id}",
+        "device_blocks": [1, 2, 3],
+        "slots": [0],
+        "generations": [10],
+        "first_offset": 0,
+    }
+    return Load(task_id=task_id, **(base | changes))
+
+
+def save(task_id: int = 1, **changes: Any) -> Save:
+    base: dict[str, Any] = {"device_blocks": [1, 2, 3], "slots": [0], "generations": [10]}
+    return Save(task_id=task_id, **(base | changes))
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> dict[str, Any]:
+    slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
+    blocks = st.permutations(range(NUM_BLOCKS))
+    first_offset = draw(st.integers(0, PER_SLOT - 1))
+    end = draw(st.integers((len(slots) - 1) * PER_SLOT + 1, len(slots) * PER_SLOT))
+    return {
+        "slots": slots,
+        "saved": draw(blocks)[: len(slots) * PER_SLOT],
+        "first_offset": first_offset,
+        "loaded": draw(blocks)[: max(1, end - first_offset)],
+        "seed": draw(st.integers(0, 1 << 30)),
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=copies())
+def test_what_was_saved_is_loaded_byte_for_byte(any_layout: Bench, case: dict[str, Any]) -> None:
+    bench, slots, first = any_layout, case["slots"], case["first_offset"]
+    generations = [int(bench.mapping.generations[s]) for s in slots]
+    bench.mapping.data[:] = 0xA5
+    originals = []
+    for i, rank in enumerate(bench.ranks):
+        rank.fill(case["seed"] + i)
+        originals.append(rank.device_blocks())
+        rank.half.start_save(StepPlan(SERVER, saves=[Save(7, case["saved"], slots, generations)]))
+        assert rank.drain() == (set(), set(), WorkerReport(saved={7: 1}))
+    for i, original in enumerate(originals):
+        expected = original[case["saved"]].reshape(len(slots), PER_SLOT, -1)
+        for slot, rows in zip(slots, expected, strict=True):
+            assert np.array_equal(bench.host_rows(i, slot), rows)
+    assert (bench.mapping.data[:, WORLD * PER_SLOT * bench.row_bytes :] == 0xA5).all()
+    assert (np.delete(bench.mapping.data, slots, axis=0) == 0xA5).all()
+
+    used = -(-(first + len(case["loaded"])) // PER_SLOT)
+    for i, rank in enumerate(bench.ranks):
+        rank.fill(case["seed"] + 100 + i)
+        expected = rank.device_blocks()
+        expected[case["loaded"]] = originals[i][case["saved"]][first:][: len(case["loaded"])]
+        asked = Load("r", 8, case["loaded"], slots[:used], generations[:used], first)
+        rank.half.start_load(StepPlan(SERVER, loads=[asked]))
+        assert rank.drain() == ({"r"}, set(), WorkerReport(load_done={8: 1}))
+        assert np.array_equal(rank.device_blocks(), expected)
+
+
+def test_load_from_a_slot_with_a_new_owner_fails_and_writes_nothing(rank: Rank) -> None:
+    rank.fill(1)
+    before = rank.device_blocks()
+    rank.half.start_load(StepPlan(SERVER, loads=[load(generations=[9])]))
+    assert rank.drain() == ({"r1"}, {"r1"}, WorkerReport(load_done={1: 1}, load_failed={1}))
+    assert np.array_equal(rank.device_blocks(), before)
+
+
+@pytest.mark.parametrize("kind", ["load", "save"])
+def test_slot_that_changes_hands_during_the_copy_fails_the_task(
+    bench: Bench, rank: Rank, kind: str
+) -> None:
+    gate = rank.gate()
+    if kind == "load":
+        rank.half.start_load(StepPlan(SERVER, loads=[load()]))
+        expected = WorkerReport(load_done={1: 1}, load_failed={1})
+    else:
+        rank.half.start_save(StepPlan(SERVER, saves=[save()]))
+        expected = WorkerReport(saved={1: 1}, save_failed={1})
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    bench.mapping.generations[0] += 1
+    gate.go.set()
+    assert rank.drain()[2] == expected
+
+
+def test_save_stops_at_the_first_slot_with_a_new_owner(bench: Bench, rank: Rank) -> None:
+    rank.fill(1)
+    wanted = save(device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 99, 12])
+    rank.half.start_save(StepPlan(SERVER, saves=[wanted]))
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1})
+    assert not bench.mapping.data[1:].any()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_plan_of_another_server_fails_at_once(
+    bench: Bench, rank: Rank, mapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank.half.mapping = bench.mapping if mapped else None
+    step = StepPlan(b"other", loads=[load(1)], saves=[save(2)])
+    rank.half.start_load(step)
+    rank.half.start_save(step)
+    assert rank.half.collect() == ({"r1"}, {"r1"})
+    assert rank.half.report() == WorkerReport({2: 1}, {2}, {1: 1}, {1})
+    assert rank.half.collect() == (set(), set())
+    assert rank.half.report() is None
+    assert len(caplog.records) == 2
+    assert "load of request r1 (task 1) failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device_blocks": []},
+        {"device_blocks": [1, 2, 3, 4]},
+        {"device_blocks": [NUM_BLOCKS]},
+        {"device_blocks": [-1]},
+        {"slots": [0, 1], "generations": [10, 11]},
+        {"slots": [0], "generations": []},
+        {"slots": [-1], "generations": [13]},
+        {"slots": [SLOTS]},
+        {"first_offset": 1},
+        {"first_offset": -1},
+        {"first_offset": PER_SLOT, "device_blocks": [1]},
+    ],
+    ids=str,
+)
+def test_impossible_load_fails_and_writes_nothing(rank: Rank, changes: dict[str, Any]) -> None:
+    rank.fill(1)
+    before = rank.device_blocks()
+    rank.half.start_load(StepPlan(SERVER, loads=[load(**changes)]))
+    assert rank.drain()[:2] == ({"r1"}, {"r1"})
+    assert np.array_equal(rank.device_blocks(), before)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"device_blocks": [1, 2]}, {"slots": []}, {"slots": [-1], "generations": [13]}],
+    ids=str,
+)
+def test_impossible_save_fails_and_writes_nothing(
+    bench: Bench, rank: Rank, changes: dict[str, Any]
+) -> None:
+    rank.fill(1)
+    rank.half.start_save(StepPlan(SERVER, saves=[save(**changes)]))
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1})
+    assert not bench.mapping.data.any()
+
+
+def test_plan_before_the_caches_are_registered_fails(config: VllmConfig, bench: Bench) -> None:
+    planned = plan(config, group(full(), layers=2), num_blocks=NUM_BLOCKS)
+    half = WorkerHalf(WorkerSettings(0, WORLD, 32 * PER_SLOT), config, planned)
+    half.mapping = bench.mapping
+    half.start_load(StepPlan(SERVER, loads=[load()]))
+    assert half.collect() == ({"r1"}, {"r1"})
+    half.shutdown()
+
+
+def test_slots_too_small_for_all_ranks_fail(bench: Bench, rank: Rank) -> None:
+    small = HostMapping.create(SLOTS, bench.mapping.slot_bytes - 4096, SERVER)
+    rank.half.mapping = small
+    rank.half.start_load(StepPlan(SERVER, loads=[load(generations=[0])]))
+    assert rank.half.collect() == ({"r1"}, {"r1"})
+    small.close()
+
+
+def test_late_load_is_failed_only_once_its_copy_has_stopped(bench: Bench, rank: Rank) -> None:
+    gate = rank.gate()
+    wanted = load(device_blocks=[1, 2, 3, 4], slots=[0, 1], generations=[10, 11])
+    rank.half.start_load(StepPlan(SERVER, loads=[wanted]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    bench.clock.now += TIMEOUT_SECONDS
+    assert rank.half.collect() == (set(), set())
+    assert rank.half.report() is None
+    gate.go.set()
+    assert rank.drain()[:2] == ({"r1"}, {"r1"})
+    assert gate.calls == [("load", [1, 2, 3])]
+
+
+def test_load_that_never_began_is_failed_at_its_deadline(bench: Bench, rank: Rank) -> None:
+    gate = rank.gate()
+    rank.half.start_save(StepPlan(SERVER, saves=[save(1)]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    rank.half.start_load(StepPlan(SERVER, loads=[load(2)]))
+    bench.clock.now += TIMEOUT_SECONDS - 0.001
+    assert rank.half.collect() == (set(), set())
+    bench.clock.now += 0.001
+    assert rank.half.collect() == ({"r2"}, {"r2"})
+    gate.go.set()
+    assert rank.drain()[2] == WorkerReport({1: 1}, set(), {2: 1}, {2})
+    assert gate.calls == [("save", [1, 2, 3])]
+
+
+def test_load_overtakes_the_pieces_of_a_large_save(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    gate = rank.gate()
+    large = save(1, device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 11, 12])
+    rank.half.start_save(StepPlan(SERVER, saves=[large]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    wanted = load(2, device_blocks=[9, 10, 11], slots=[3], generations=[13])
+    rank.half.start_load(StepPlan(SERVER, loads=[wanted]))
+    gate.go.set()
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, load_done={2: 1})
+    assert gate.calls == [
+        ("save", [0, 1, 2]),
+        ("load", [9, 10, 11]),
+        ("save", [3, 4, 5]),
+        ("save", [6, 7, 8]),
+    ]
+
+
+def test_save_of_pieces_is_over_only_when_the_last_one_is(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    gate = rank.gate()
+    gate.go.set()
+    large = save(1, device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 99, 12])
+    rank.half.start_save(StepPlan(SERVER, saves=[large]))
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1})
+
+
+def test_only_an_idle_step_waits_for_a_load(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    half: Any = rank.half
+    waits: list[float] = []
+    monkeypatch.setattr(half._lanes, "wait", waits.append)
+    gate = rank.gate()
+    rank.half.start_load(StepPlan(SERVER, idle=True))
+    rank.half.collect()
+    rank.half.start_load(StepPlan(SERVER, loads=[load()]))
+    rank.half.collect()
+    assert waits == []
+    rank.half.start_load(StepPlan(SERVER, idle=True))
+    rank.half.collect()
+    assert waits == [pytest.approx(0.002)]
+    gate.go.set()
+
+
+def test_idle_wait_ends_with_the_load(rank: Rank) -> None:
+    rank.half.start_load(StepPlan(SERVER, loads=[load()], idle=True))
+    received = set[str]()
+    for _ in range(100):
+        received |= rank.half.collect()[0]
+    assert received == {"r1"}
+
+
+def test_shed_save_is_reported_as_failed(config: VllmConfig, rank: Rank) -> None:
+    half: Any = rank.half
+    half._lanes._limit = 1
+    gate = rank.gate()
+    rank.half.start_save(StepPlan(SERVER, saves=[save(1), save(2)]))
+    rank.half.collect()
+    assert rank.half.report() == WorkerReport(saved={2: 1}, save_failed={2})
+    gate.go.set()
+    assert rank.drain()[2] == WorkerReport(saved={1: 1})
+
+
+def test_plans_after_shutdown_fail(rank: Rank) -> None:
+    rank.half.shutdown()
+    rank.half.start_load(StepPlan(SERVER, loads=[load()]))
+    assert rank.half.collect() == ({"r1"}, {"r1"})
+
+
+def test_task_keeps_the_mapping_it_began_with(bench: Bench, rank: Rank) -> None:
+    rank.fill(1)
+    gate = rank.gate()
+    rank.half.start_save(StepPlan(SERVER, saves=[save()]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    rank.half.mapping = None
+    gate.go.set()
+    assert rank.drain()[2] == WorkerReport(saved={1: 1})
+    assert np.array_equal(bench.host_rows(0, 0), rank.device_blocks()[[1, 2, 3]])
+
+
+def test_cache_of_another_device_is_refused(config: VllmConfig) -> None:
+    planned = plan(config, group(full(), layers=2), num_blocks=NUM_BLOCKS)
+    half = WorkerHalf(WorkerSettings(0, 1, 32), config, planned)
+    caches = {name: cache.to("meta") for name, cache in tensors(planned).items()}
+    with pytest.raises(ConfigError):
+        half.register_kv_caches(caches)
+    half.shutdown()
+
+
+def test_reports_of_all_workers_add_up() -> None:
+    first = WorkerReport({1: 1, 2: 1}, {2}, {3: 1}, set())
+    second = WorkerReport({1: 1}, set(), {3: 1, 4: 1}, {4})
+    assert first.aggregate(second) == WorkerReport({1: 2, 2: 1}, {2}, {3: 2, 4: 1}, {4})
+    assert first == WorkerReport({1: 1, 2: 1}, {2}, {3: 1}, set())
+
+
+def test_messages_survive_the_way_between_processes() -> None:
+    step = StepPlan(SERVER, loads=[load()], saves=[save()], idle=True)
+    assert pickle.loads(pickle.dumps(step)) == step
+    report = WorkerReport({1: 1}, {1}, {2: 1}, {2})
+    assert pickle.loads(pickle.dumps(report)) == report
