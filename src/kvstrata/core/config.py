@@ -262,15 +262,6 @@ class Config(BaseModel):
     )
 
     @property
-    def host(self) -> HostTier:
-        """The host tier; there is always one."""
-        return next(tier for tier in self.tiers if isinstance(tier, HostTier))
-
-    @property
-    def disk(self) -> DiskTier | None:
-        return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
-
-    @property
     def host_tier(self) -> HostTier:
         """The first tier; there is always one."""
         return next(tier for tier in self.tiers if isinstance(tier, HostTier))

@@ -21,7 +21,7 @@ from kvstrata.storage.host import HostMemory
 
 _log = logging.getLogger(__name__)
 
-_LAUNCH_SECONDS = 60.0  # a get that nobody launches, or that runs longer, loses its leases
+_LEASE_SECONDS = 60.0  # plus the time to load: then a get loses its leases
 _KEPT_RESULTS = 4096  # ended tasks whose state can still be asked for
 
 Settled = Callable[[TaskStatus], None]
@@ -41,9 +41,10 @@ class KVManager:
         self.counters = metrics.Counters()
         self._lock = threading.Condition()
         self._drain_timeout_seconds = config.drain_timeout_seconds
-        host_bytes = resolve_host_capacity(config.host)
+        self._lease_seconds = _LEASE_SECONDS + config.load_timeout_seconds
+        host_bytes = resolve_host_capacity(config.host_tier)
         check_host_capacity(host_bytes)
-        disk = open_disk(config.disk, block_bytes=block_bytes) if config.disk else None
+        disk = open_disk(config.disk_tier, block_bytes=block_bytes) if config.disk_tier else None
         self._memory = HostMemory(
             capacity_bytes=host_bytes, block_bytes=block_bytes, server_id=self.server_id
         )
@@ -117,12 +118,13 @@ class KVManager:
 
         The status is ``READY`` if all of it is in host memory. Else it is ``PROMOTING``, its slots
         are the part that is, and *settled* is called, on another thread, when the rest has
-        arrived or failed. With nothing found there is no task: ``task_id`` is 0.
+        arrived or failed. With nothing found there is no task: ``task_id`` is 0, ``DONE``, or
+        ``FAILED`` while not all workers of *owner* are attached.
         """
         self._expire()
         with self._lock:
             if not self._sessions.can_transfer(owner):
-                return TaskStatus(0, TaskState.DONE)
+                return TaskStatus(0, TaskState.FAILED)
             entries = self._cache.index.longest_prefix([namespace + key for key in keys])
             task, promotions = self._lease_prefix(entries, owner)
             self._count_lookup(len(keys), task)
@@ -145,15 +147,17 @@ class KVManager:
         """Reserve host slots for those of *keys* that are nowhere and that nobody is saving.
 
         *keys* follow each other in a prompt, *parent* is the block before them. When host memory
-        has no room for all, the leading ones get it. With nothing to save ``task_id`` is 0.
+        has no room for all, the leading ones get it. Without a task ``task_id`` is 0: ``DONE`` if
+        nothing is missing, ``FAILED`` if there is no room or not all workers are attached.
         """
         with self._lock:
             if not self._sessions.can_transfer(owner):
-                return TaskStatus(0, TaskState.DONE)
+                return TaskStatus(0, TaskState.FAILED)
             store_keys = [namespace + key for key in keys]
             above = [namespace + parent if parent is not None else None, *store_keys[:-1]]
             task = PutTask(self._next_task, owner, namespace, [], [], [], [])
             known = []
+            shed = 0
             for i, key in enumerate(store_keys):
                 entry = self._cache.index.get(key)
                 if entry is not None:
@@ -162,7 +166,7 @@ class KVManager:
                 elif key not in self._reserved:
                     slot = self._cache.take_slot()
                     if slot is None:
-                        self.counters.add(metrics.SHED_BLOCKS, len(store_keys) - i)
+                        shed = len(store_keys) - i
                         break
                     task.keys.append(key)
                     task.parents.append(above[i])
@@ -171,8 +175,9 @@ class KVManager:
             for entry in known:
                 self._cache.unlease(entry)
             self._cache.touch(known)
+            self.counters.add(metrics.SHED_BLOCKS, shed)
             if not task.keys:
-                return TaskStatus(0, TaskState.DONE)
+                return TaskStatus(0, TaskState.FAILED if shed else TaskState.DONE)
             self._next_task += 1
             self._puts[task.task_id] = task
             self._reserved.update(task.keys)
@@ -184,7 +189,7 @@ class KVManager:
             for task in self._owned(task_ids, owner):
                 task.state = step(task.state, TaskEvent.LAUNCH)
                 if isinstance(task, GetTask):
-                    task.deadline = time.monotonic() + _LAUNCH_SECONDS
+                    task.deadline = time.monotonic() + self._lease_seconds
 
     def complete(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these running tasks have succeeded: saved blocks can be found from now."""
@@ -355,7 +360,7 @@ class KVManager:
             self._next_task,
             owner,
             entries[:held],
-            time.monotonic() + _LAUNCH_SECONDS,
+            time.monotonic() + self._lease_seconds,
             TaskState.PROMOTING if waiting else TaskState.READY,
             waiting,
         )

@@ -2,6 +2,8 @@
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstrata.core.errors import KVStrataError, ProtocolError
@@ -11,22 +13,35 @@ from kvstrata.storage.mapping import HostMapping
 
 _log = logging.getLogger(__name__)
 
-_FIRST_RETRY_SECONDS = 0.02
+_RETRY_SECONDS = 0.05  # an attempt costs microseconds, and a request may wait for it
 _WELCOME_SECONDS = 60.0  # the first client of a server waits for its disk tier to open
 
 
 class Attachment:
-    """Keeps ``mapping`` current on a thread of its own, until ``close``.
+    """Maps the host tier of whatever server answers at *path*, on a thread of its own, until ``close``.
 
     The connection is held open as long as the mapping is used: its end tells the server that
     nobody here writes into its slots any more.
     """
 
-    def __init__(self, path: Path, hello: p.Hello, *, retry_seconds: float, prefault: bool) -> None:
-        self.mapping: HostMapping | None = None
+    def __init__(
+        self,
+        path: Path,
+        hello: p.Hello,
+        mapped: Callable[[HostMapping], None],
+        *,
+        patience_seconds: float,
+        prefault: bool,
+    ) -> None:
+        """*mapped* is called, on the thread, with each new mapping before the server counts on it.
+
+        An absent server is logged once it has been absent for *patience_seconds*.
+        """
         self._path = path
         self._hello = hello
-        self._retry_seconds = retry_seconds
+        self._mapped = mapped
+        self._patience_seconds = patience_seconds
+        self._was_mapped = False
         self._prefault = prefault
         self._stop = threading.Event()
         self._client: ManagerClient | None = None
@@ -40,21 +55,21 @@ class Attachment:
         if client is not None:
             client.shutdown()
         self._thread.join(1.0)
-        self.mapping = None
 
     def _run(self) -> None:
-        retry_seconds = _FIRST_RETRY_SECONDS
         told = ""
+        failed_since = time.monotonic()
         while not self._stop.is_set():
             try:
                 self._attach_and_stay()
-                retry_seconds, told = _FIRST_RETRY_SECONDS, ""
             except (KVStrataError, OSError) as e:
-                if str(e) != told and retry_seconds >= self._retry_seconds:
+                if self._was_mapped:
+                    self._was_mapped, told, failed_since = False, "", time.monotonic()
+                patient = time.monotonic() - failed_since < self._patience_seconds
+                if not patient and str(e) != told:
                     told = str(e)
                     _log.warning("no cache server to attach to at %s: %s", self._path, e)
-            self._stop.wait(retry_seconds)
-            retry_seconds = min(retry_seconds * 2, self._retry_seconds)
+            self._stop.wait(_RETRY_SECONDS)
 
     def _attach_and_stay(self) -> None:
         client = self._client = ManagerClient(self._path, self._hello)
@@ -66,7 +81,8 @@ class Attachment:
             mapping = HostMapping.from_fd(
                 descriptor, welcome.server_id, welcome.slots, welcome.slot_bytes
             )
-            self.mapping = mapping
+            self._mapped(mapping)
+            self._was_mapped = True
             client.submit(p.Mapped(0))
             if self._prefault:
                 mapping.touch(self._stop)

@@ -1,0 +1,55 @@
+"""A worker half with the host tier of a server mapped into it."""
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_world_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvstrata.core.config import Config
+from kvstrata.integration.vllm.setup import EngineIdentity
+from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
+from kvstrata.server.attach import Attachment
+from kvstrata.storage.mapping import HostMapping
+
+
+class AttachedWorker:
+    """``half`` copies; its mapping follows the server, which may come later and change."""
+
+    def __init__(
+        self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        identity = EngineIdentity.of(config, vllm_config, kv_cache_config)
+        rank = get_world_group().rank_in_group
+        self._config = config
+        self._path = identity.socket
+        self._hello = identity.hello("worker", rank=rank)
+        self._attachment: Attachment | None = None
+        self.half = WorkerHalf(
+            WorkerSettings(
+                rank=rank,
+                world_size=identity.world_size,
+                tokens_per_block=identity.tokens_per_block,
+                load_timeout_seconds=config.load_timeout_seconds,
+            ),
+            vllm_config,
+            kv_cache_config,
+        )
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.half.register_kv_caches(kv_caches)
+        self._attachment = Attachment(
+            self._path,
+            self._hello,
+            self._set_mapping,
+            patience_seconds=self._config.start_timeout_seconds,
+            prefault=self._config.prefault,
+        )
+
+    def shutdown(self) -> None:
+        """Stop copying, then let go of the server: the order tells it that the slots are quiet."""
+        self.half.shutdown()
+        if self._attachment is not None:
+            self._attachment.close()
+
+    def _set_mapping(self, mapping: HostMapping) -> None:
+        self.half.mapping = mapping

@@ -1,0 +1,164 @@
+"""``KVStrataConnector``: what vLLM 0.32 sees. Each hook goes to the half that its process has."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.attached_worker import AttachedWorker
+from kvstrata.integration.vllm.compat import check_vllm
+from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.scheduler import SchedulerHalf
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["KVStrataConnector"]
+
+
+class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV cache below the device and gives it back for equal prefixes."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ``ConfigError``, before serving starts, for whatever cannot work."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_vllm()
+        config = load_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: AttachedWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
+        else:
+            self._worker = AttachedWorker(config, vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache is best effort: a preempted request may finish whatever became of its saves."""
+        return False
+
+    # -- scheduler process -------------------------------------------------------------------
+
+    @property
+    def _decides(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise InvariantViolated("a scheduler hook is called in a worker")
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._decides.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: "Request") -> None:
+        self._decides.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._decides.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        self._decides.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        return self._decides.hit_sources(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._decides.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._decides.worker_report(report)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._decides.finished(request, block_ids[0])
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._decides.busy
+
+    def has_pending_block_frees(self) -> bool:
+        return self._decides.busy
+
+    def reset_cache(self) -> bool:
+        self._decides.reset()
+        return True
+
+    # -- worker processes --------------------------------------------------------------------
+
+    @property
+    def _copies(self) -> AttachedWorker:
+        if self._worker is None:
+            raise InvariantViolated("a worker hook is called in the scheduler")
+        return self._worker
+
+    @property
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._copies.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self._copies.half.start_load(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs only once all its layers are loaded."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Nothing to save yet: whole blocks are copied after the forward."""
+
+    def wait_for_save(self) -> None:
+        self._copies.half.start_save(self._plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self._copies.half.collect()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._copies.half.report()
+
+    # -- both --------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.shutdown()

@@ -1,0 +1,156 @@
+"""The scheduler half's line to the cache server: kept up, given up, taken up again."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Final
+
+from kvstrata.core.config import Config
+from kvstrata.core.errors import KVStrataError
+from kvstrata.core.types import NamespaceId
+from kvstrata.server import protocol as p
+from kvstrata.server.client import ManagerClient, Pending, refusal
+from kvstrata.server.embedded import EmbeddedServer
+
+_log = logging.getLogger(__name__)
+
+_NO_SERVER: Final = b""
+
+
+class CacheLink:
+    """A connection that may be absent: then requests are not sent and nobody waits.
+
+    No method waits, but ``poll`` as long as it is told. ``number`` grows with each connection:
+    what was asked of an earlier one is void.
+    """
+
+    def __init__(
+        self, config: Config, path: Path, hello: p.Hello, server: EmbeddedServer | None
+    ) -> None:
+        self.number = 0
+        self.server_id = _NO_SERVER
+        self._config = config
+        self._path = path
+        self._hello = hello
+        self._server = server
+        self._client: ManagerClient | None = None
+        self._welcomed = False
+        self._probe: Pending | None = None  # outstanding while the server is too slow
+        self._next_try = 0.0
+        self._told = ""
+        self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
+        self._resets: list[NamespaceId] = []  # owed to the next server
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a server that answers."""
+        return self._welcomed and self._probe is None
+
+    def connect(self, timeout_seconds: float) -> None:
+        """Wait for the first connection; raises what the server objects to."""
+        self._open()
+        assert self._client is not None
+        self._client.wait_welcome(timeout_seconds)
+        self._take_welcome()
+
+    def tick(self) -> None:
+        """Take in what has arrived, and try to connect if it is time to."""
+        if self._client is not None:
+            self.poll(0.0)
+        elif time.monotonic() >= self._next_try:
+            self._next_try = time.monotonic() + self._config.reconnect_seconds
+            try:
+                if self._server is not None:
+                    self._server.revive()
+                self._open()
+            except (KVStrataError, OSError) as e:
+                self._drop(e)
+
+    def poll(self, timeout_seconds: float) -> None:
+        """Take in what has arrived, waiting for it up to *timeout_seconds*."""
+        if self._client is None:
+            return
+        try:
+            while self._client.poll(timeout_seconds):
+                timeout_seconds = 0.0
+            self._take_welcome()
+        except KVStrataError as e:
+            self._drop(e)
+
+    def submit(self, request: p.Request) -> Pending | None:
+        """Send *request* if there is a server."""
+        if self._client is None or not self._welcomed:
+            return None
+        try:
+            return self._client.submit(request)
+        except KVStrataError as e:
+            self._drop(e)
+            return None
+
+    def abandon(self, pending: Pending, number: int) -> None:
+        """Nobody waits for *pending*, of connection *number*, any more."""
+        if self._client is not None and number == self.number:
+            try:
+                self._client.abandon(pending)
+            except KVStrataError as e:
+                self._drop(e)
+
+    def too_slow(self) -> None:
+        """A request was not answered in time: ask nothing more until a ping is answered."""
+        if self._probe is None and self._client is not None:
+            _log.warning("the cache server does not answer: going on without a cache")
+            self._probe = self.submit(p.Ping(0))
+
+    def register(self, namespace: NamespaceId, parts: dict[str, str]) -> None:
+        """Blocks of *namespace* follow; every server is told what it stands for."""
+        self._namespaces = {namespace: parts}
+        self.submit(p.Register(namespace, parts))
+
+    def reset(self, namespace: NamespaceId) -> None:
+        """Drop *namespace*, now or as soon as there is a server."""
+        if self.submit(p.Reset(0, namespace)) is None:
+            self._resets.append(namespace)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client, self._welcomed = None, False
+        if self._server is not None:
+            self._server.close()
+
+    def _open(self) -> None:
+        self._hello.seq = 0
+        self._client = ManagerClient(
+            self._path, self._hello, timeout_seconds=self._config.lookup_timeout_seconds
+        )
+        self.number += 1
+
+    def _take_welcome(self) -> None:
+        if self._client is None:
+            return
+        if self._probe is not None and self._probe.reply is not None:
+            self._probe = None
+            _log.warning("the cache server answers again")
+        reply = self._client.welcome.reply
+        if self._welcomed or reply is None:
+            return
+        if isinstance(reply, p.Refused):
+            raise refusal(reply)
+        assert isinstance(reply, p.Welcome)
+        self._welcomed, self._told = True, ""
+        self.server_id = reply.server_id
+        _log.info("connected to the cache server at %s", self._path)
+        owed, self._resets = self._resets, []
+        for namespace in owed:
+            self.reset(namespace)
+        for namespace, parts in self._namespaces.items():
+            self.submit(p.Register(namespace, parts))
+
+    def _drop(self, error: Exception) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client, self._welcomed, self._probe = None, False, None
+        self._next_try = time.monotonic() + self._config.reconnect_seconds
+        if str(error) != self._told:
+            self._told = str(error)
+            _log.warning("going on without a cache: %s", error)

@@ -1,0 +1,216 @@
+"""Loads: what the cache has of a request's prompt, and getting it into the device blocks."""
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
+
+from kvstrata.core.config import Config
+from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.integration.vllm.blocks import BlockMath
+from kvstrata.integration.vllm.link import CacheLink
+from kvstrata.integration.vllm.metadata import Load
+from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.server import protocol as p
+from kvstrata.server.client import Pending
+
+_STALE_SECONDS: Final = 20.0  # after that, and the time to load, leases may be near their end
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """A question to the server, and its answer: leased slots of consecutive blocks."""
+
+    pending: Pending
+    connection: int
+    first_block: int
+    known_blocks: int  # blocks that the request had when it was asked
+    keys: list[BlockKey]
+    computed_tokens: int = 0  # on the device, as of the last answer to vLLM
+
+    @property
+    def status(self) -> TaskStatus | None:
+        return self.pending.status
+
+    @property
+    def age_seconds(self) -> float:
+        return time.monotonic() - self.pending.sent_at
+
+
+@dataclass(slots=True)
+class _RunningLoad:
+    request_id: str
+    connection: int
+    keys: list[BlockKey]
+    workers_left: int
+    failed: bool = False
+
+
+class Loads:
+    """Answers vLLM's ``get_num_new_matched_tokens`` and turns answers into ``Load`` plans.
+
+    A request waits for the server no longer than ``lookup_timeout_seconds``, and for its blocks
+    to come up from disk no longer than ``load_timeout_seconds``; then it is computed.
+    """
+
+    def __init__(
+        self, config: Config, math: BlockMath, link: CacheLink, *, world_size: int, limit: int
+    ) -> None:
+        self._config = config
+        self._math = math
+        self._link = link
+        self._world_size = world_size
+        self._limit = limit  # lookups held for requests that wait in vLLM's queue
+        self._lookups: dict[str, _Lookup] = {}
+        self._running: dict[int, _RunningLoad] = {}
+        self._refused: set[str] = set()  # requests whose load failed once: computed from then on
+        self._planned: list[Load] = []
+        self._sources: dict[str, dict[CacheHitSource, int]] = {}
+
+    def expect(self, request: Request, namespace: NamespaceId, pool: BlockPool) -> None:
+        """*request* is new: ask for its prompt now, unless the device cache covers it."""
+        if len(self._lookups) < self._limit and not request.skip_reading_prefix_cache:
+            self._ask(request, namespace, self._math.cached_on_device(request, pool))
+
+    def match(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
+        """Tokens beyond *computed* that can be loaded; None to be asked again.
+
+        Waits ``lookup_wait_seconds`` for the answer, once a lookup.
+        """
+        if request.request_id in self._refused or not self._link.ready:
+            return 0
+        lookup = self._fresh_lookup(request, namespace, computed)
+        if lookup is None:
+            return 0
+        self._wait(lookup)
+        if lookup.connection != self._link.number:
+            return 0
+        if not self._settled(lookup):
+            return None
+        if lookup.status is None or not lookup.status.slots:
+            return 0
+        end = (lookup.first_block + len(lookup.status.slots)) * self._math.tokens
+        lookup.computed_tokens = computed
+        return max(0, end - computed)
+
+    def plan(self, request: Request, block_ids: list[int], tokens: int) -> list[BlockKey]:
+        """vLLM takes *tokens* of the last answer into *block_ids*; the keys that this loads."""
+        lookup = self._lookups.pop(request.request_id, None)
+        if lookup is None:
+            return []
+        if tokens == 0 or lookup.status is None or lookup.connection != self._link.number:
+            self._link.abandon(lookup.pending, lookup.connection)
+            return []
+        math, status = self._math, lookup.status
+        first = lookup.computed_tokens // math.device_tokens
+        count = tokens // math.device_tokens
+        skipped, offset = divmod(first - lookup.first_block * math.ratio, math.ratio)
+        end = skipped + -(-(offset + count) // math.ratio)
+        load = Load(
+            request.request_id,
+            status.task_id,
+            block_ids[first : first + count],
+            status.slots[skipped:end],
+            status.generations[skipped:end],
+            offset,
+        )
+        self._planned.append(load)
+        self._link.submit(p.Launch([status.task_id]))
+        keys = lookup.keys[skipped:end]
+        self._running[status.task_id] = _RunningLoad(
+            request.request_id, lookup.connection, keys, self._world_size
+        )
+        from_disk = min(tokens, status.disk_blocks * math.tokens)
+        sources = {CacheHitSource.DISK: from_disk, CacheHitSource.HOST: tokens - from_disk}
+        self._sources[request.request_id] = {s: n for s, n in sources.items() if n}
+        return keys
+
+    def take_plans(self) -> list[Load]:
+        planned, self._planned = self._planned, []
+        return planned
+
+    def take_sources(self, request_id: str) -> dict[CacheHitSource, int]:
+        """The tiers that the tokens of the load just planned come from."""
+        return self._sources.pop(request_id, {})
+
+    def ended(self, done: dict[int, int], failed: set[int]) -> None:
+        """Workers report: *done* task id → number of workers, *failed* task ids."""
+        for task_id, workers in done.items():
+            load = self._running.get(task_id)
+            if load is None:
+                continue
+            load.workers_left -= workers
+            load.failed = load.failed or task_id in failed
+            if load.workers_left > 0:
+                continue
+            del self._running[task_id]
+            if load.failed:
+                self._refused.add(load.request_id)
+            if load.connection == self._link.number:
+                self._link.submit(p.Fail([task_id]) if load.failed else p.Complete([task_id]))
+
+    def finished(self, request_id: str) -> None:
+        """The request is over; a load of it that still runs is ended by the workers."""
+        self._drop(request_id)
+        self._refused.discard(request_id)
+        self._sources.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Answers of before do not count."""
+        for request_id in list(self._lookups):
+            self._drop(request_id)
+
+    def _fresh_lookup(
+        self, request: Request, namespace: NamespaceId, computed: int
+    ) -> _Lookup | None:
+        lookup = self._lookups.get(request.request_id)
+        if (
+            lookup is None
+            or lookup.connection != self._link.number
+            or lookup.first_block * self._math.tokens > computed
+            or lookup.known_blocks != self._math.known_blocks(request)
+            or lookup.age_seconds > _STALE_SECONDS + self._config.load_timeout_seconds
+        ):
+            self._drop(request.request_id)
+            self._ask(request, namespace, computed)
+        return self._lookups.get(request.request_id)
+
+    def _ask(self, request: Request, namespace: NamespaceId, computed: int) -> None:
+        first = computed // self._math.tokens
+        known = self._math.known_blocks(request)
+        if not self._link.ready or first >= known or known * self._math.tokens <= computed:
+            return
+        keys = self._math.keys(request, first, known)
+        pending = self._link.submit(p.GetMatch(0, namespace, b"".join(keys)))
+        if pending is not None:
+            self._lookups[request.request_id] = _Lookup(
+                pending, self._link.number, first, known, keys
+            )
+
+    def _wait(self, lookup: _Lookup) -> None:
+        self._link.poll(0.0)
+        while lookup.pending.reply is None and lookup.connection == self._link.number:
+            left = self._config.lookup_wait_seconds - lookup.age_seconds
+            if left <= 0:
+                return
+            self._link.poll(left)
+
+    def _settled(self, lookup: _Lookup) -> bool:
+        """Whether there is an answer to act on: a full one, or the best that came in time."""
+        if lookup.pending.reply is None:
+            if lookup.age_seconds <= self._config.lookup_timeout_seconds:
+                return False
+            self._link.too_slow()
+            return True
+        status = lookup.status
+        if status is None or status.state is not TaskState.PROMOTING:
+            return True
+        return lookup.age_seconds > self._config.load_timeout_seconds
+
+    def _drop(self, request_id: str) -> None:
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            self._link.abandon(lookup.pending, lookup.connection)

@@ -1,0 +1,202 @@
+"""Saves: which blocks are complete, which of them the cache lacks, and copying those out."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from kvstrata.core.config import Config
+from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.integration.vllm.blocks import BlockMath, HeldBlocks
+from kvstrata.integration.vllm.link import CacheLink
+from kvstrata.integration.vllm.metadata import Save
+from kvstrata.manager.tasks import TaskState
+from kvstrata.server import protocol as p
+from kvstrata.server.client import Pending
+
+_KNOWN_KEYS: Final = 65536
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Blocks that the server has been asked to reserve slots for; their device blocks are held."""
+
+    pending: Pending
+    connection: int
+    keys: list[BlockKey]
+    blocks: list[KVCacheBlock]  # ratio of them a key
+
+
+@dataclass(slots=True)
+class _RunningSave:
+    """Blocks that the workers are copying."""
+
+    connection: int
+    keys: list[BlockKey]
+    blocks: list[KVCacheBlock]  # empty once given up
+    workers_left: int
+    deadline: float
+    void: bool = False  # of before a reset: must not become visible
+
+
+class Saves:
+    """Saves blocks as they are completed, not at the end of the request.
+
+    A block is offered in the step whose forward completes it, or later, and is copied in a later
+    step than it was offered, so the copy always finds it written. From the offer until the copy
+    has ended its device blocks are held, whatever becomes of the request.
+    """
+
+    def __init__(
+        self, config: Config, math: BlockMath, link: CacheLink, held: HeldBlocks, *, world_size: int
+    ) -> None:
+        self._config = config
+        self._math = math
+        self._link = link
+        self._held = held
+        self._world_size = world_size
+        self._offers: list[_Offer] = []
+        self._running: dict[int, _RunningSave] = {}
+        self._known: OrderedDict[BlockKey, None] = OrderedDict()  # keys the server has, newest last
+        self._known_to = 0  # the connection that they belong to
+
+    @property
+    def busy(self) -> bool:
+        """Whether device blocks are held: the engine must go on stepping for us to let them go."""
+        return self._held.count > 0
+
+    def offer(
+        self,
+        request: Request,
+        namespace: NamespaceId,
+        block_ids: list[int],
+        blocks: tuple[int, int],
+    ) -> bool:
+        """Offer blocks *first* to *end* of *request*; False if they cannot be held now."""
+        first, end = blocks
+        keys = self._math.keys(request, first, end)
+        new = next((i for i, key in enumerate(keys) if not self._knows(key)), len(keys))
+        first, keys = first + new, keys[new:]
+        if not keys:
+            return True
+        if not self._link.ready:
+            return False
+        ratio = self._math.ratio
+        held = self._held.hold(block_ids[first * ratio : end * ratio])
+        if held is None:
+            return False
+        parent = self._math.key(request, first - 1) if first else b""
+        pending = self._link.submit(p.PutMatch(0, namespace, b"".join(keys), parent))
+        if pending is None:
+            self._held.release(held)
+            return False
+        self._offers.append(_Offer(pending, self._link.number, keys, held))
+        return True
+
+    def take_plans(self) -> list[Save]:
+        """Copies for the workers to do in this step: of the offers that have been answered."""
+        self._give_up()
+        plans: list[Save] = []
+        waiting = []
+        for offer in self._offers:
+            if offer.connection != self._link.number:
+                self._held.release(offer.blocks)
+            elif offer.pending.reply is None:
+                waiting.append(offer)
+            else:
+                plans.extend(self._plan(offer))
+        self._offers = waiting
+        if plans:
+            self._link.submit(p.Launch([save.task_id for save in plans]))
+        return plans
+
+    def ended(self, done: dict[int, int], failed: set[int]) -> None:
+        """Workers report: *done* task id → number of workers, *failed* task ids."""
+        for task_id, workers in done.items():
+            save = self._running.get(task_id)
+            if save is None:
+                continue
+            save.workers_left -= workers
+            save.void = save.void or task_id in failed
+            if save.workers_left > 0:
+                continue
+            del self._running[task_id]
+            self._held.release(save.blocks)
+            if save.connection != self._link.number:
+                continue
+            self._link.submit(p.Fail([task_id]) if save.void else p.Complete([task_id]))
+            if not save.void:
+                self.know(save.keys)
+
+    def know(self, keys: Iterable[BlockKey]) -> None:
+        """The server has these: they need not be offered."""
+        if self._known_to != self._link.number:
+            self._known.clear()
+            self._known_to = self._link.number
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > _KNOWN_KEYS:
+            self._known.popitem(last=False)
+
+    def reset(self) -> None:
+        """What was offered or copied before this must not become visible."""
+        for offer in self._offers:
+            self._link.abandon(offer.pending, offer.connection)
+            self._held.release(offer.blocks)
+        self._offers.clear()
+        self._known.clear()
+        for save in self._running.values():
+            save.void = True
+
+    def _knows(self, key: BlockKey) -> bool:
+        return key in self._known and self._known_to == self._link.number
+
+    def _plan(self, offer: _Offer) -> list[Save]:
+        """The copies of an answered offer; what needs none is let go."""
+        status = offer.pending.status
+        ratio = self._math.ratio
+        missing = set(status.missing) if status is not None else set()
+        groups = [offer.blocks[i * ratio : (i + 1) * ratio] for i in range(len(offer.keys))]
+        spare = [b for i, group in enumerate(groups) if i not in missing for b in group]
+        self._held.release(spare)
+        if status is None or not status.task_id:
+            if status is not None and status.state is TaskState.DONE:
+                self.know(offer.keys)
+            return []
+        blocks = [b for i in status.missing for b in groups[i]]
+        self._running[status.task_id] = _RunningSave(
+            offer.connection,
+            [offer.keys[i] for i in status.missing],
+            blocks,
+            self._world_size,
+            time.monotonic() + self._config.save_timeout_seconds,
+        )
+        ids = [block.block_id for block in blocks]
+        return [Save(status.task_id, ids, status.slots, status.generations)]
+
+    def _give_up(self) -> None:
+        """Let go of device blocks whose offer is not answered, or whose copy does not end, in time.
+
+        A copy that was given up may still read device blocks that now change: it never counts.
+        """
+        now = time.monotonic()
+        overdue = [
+            offer
+            for offer in self._offers
+            if offer.pending.reply is None
+            and now - offer.pending.sent_at > self._config.lookup_timeout_seconds
+        ]
+        for offer in overdue:
+            self._link.too_slow()
+            self._link.abandon(offer.pending, offer.connection)
+            self._held.release(offer.blocks)
+            self._offers.remove(offer)
+        for save in self._running.values():
+            if save.blocks and now > save.deadline:
+                self._held.release(save.blocks)
+                save.blocks, save.void = [], True

@@ -1,0 +1,206 @@
+"""The scheduler half: decides what is loaded and saved, and never copies."""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from blake3 import blake3
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
+
+from kvstrata.core.config import Config
+from kvstrata.core.errors import ConfigError, ServerUnavailable
+from kvstrata.core.types import NAMESPACE_ID_BYTES
+from kvstrata.integration.vllm.blocks import BlockMath, HeldBlocks
+from kvstrata.integration.vllm.fingerprint import namespace_id
+from kvstrata.integration.vllm.link import CacheLink
+from kvstrata.integration.vllm.loads import Loads
+from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.saves import Saves
+from kvstrata.integration.vllm.setup import EngineIdentity
+from kvstrata.server.embedded import EmbeddedServer
+
+_log = logging.getLogger(__name__)
+
+_HELD_FRACTION: Final = 4  # at most a quarter of the device blocks is held by saves
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request between ``on_new_request`` and its end."""
+
+    request: Request
+    offered_blocks: int = 0  # leading blocks that are offered, loaded from us, or in the cache
+
+
+class SchedulerHalf:
+    """Hooks of vLLM's scheduler. None of them waits, but ``match`` for a moment, or raises."""
+
+    def __init__(
+        self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Start or find the server; raises ``ConfigError`` if this engine cannot be served.
+
+        A server that is not there is no error: the engine runs without a cache until it comes.
+        """
+        identity = EngineIdentity.of(config, vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._config = config
+        self._loads_wanted = transfer.is_kv_consumer
+        self._saves_wanted = transfer.is_kv_producer
+        self._limit = 2 * vllm_config.scheduler_config.max_num_seqs
+        self._device_blocks = kv_cache_config.num_blocks
+        self._world_size = identity.world_size
+        self._math = BlockMath(
+            identity.geometry.block_size,
+            kv_cache_config.hash_block_size or identity.geometry.block_size,
+            identity.tokens_per_block,
+        )
+        fingerprint = namespace_id(
+            vllm_config,
+            kv_cache_config,
+            identity.geometry,
+            identity.tokens_per_block,
+            config.weights_fingerprint,
+        )
+        if config.disk_tier and fingerprint.persistent_problem:
+            raise ConfigError(f"the disk tier is refused: {fingerprint.persistent_problem}")
+        self._base = self._namespace = fingerprint.id
+        self._parts = fingerprint.parts
+        self._requests: dict[str, _Tracked] = {}
+        hello = identity.hello("engine", persistent=fingerprint.persistent_ok)
+        server = None
+        if config.server == "embedded":
+            server = EmbeddedServer(config, identity.socket, block_bytes=identity.block_bytes)
+        self._link = CacheLink(config, identity.socket, hello, server)
+        self._link.register(self._namespace, self._parts)
+        self._loads = Loads(
+            config, self._math, self._link, world_size=self._world_size, limit=self._limit
+        )
+        try:
+            self._link.connect(config.start_timeout_seconds)
+        except ServerUnavailable as e:
+            _log.warning("%s: going on without a cache until it is there", e)
+        self._warn_of_policy(transfer.kv_load_failure_policy)
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        limit = min(self._config.max_saving_blocks, self._device_blocks // _HELD_FRACTION)
+        self._pool = pool
+        self._saves = Saves(
+            self._config,
+            self._math,
+            self._link,
+            HeldBlocks(pool, max(limit, self._math.ratio)),
+            world_size=self._world_size,
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        self._link.tick()
+        self._requests[request.request_id] = _Tracked(request)
+        if self._loads_wanted:
+            self._loads.expect(request, self._namespace, self._pool)
+
+    def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """``get_num_new_matched_tokens``: loads are always asynchronous."""
+        if not self._loads_wanted:
+            return 0, False
+        tokens = self._loads.match(request, self._namespace, computed_tokens)
+        return tokens, bool(tokens)
+
+    def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """``update_state_after_alloc``."""
+        keys = self._loads.plan(request, block_ids, external_tokens)
+        if keys:
+            self._saves.know(keys)
+
+    def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
+        return self._loads.take_sources(request.request_id)
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """``build_connector_meta``: what the workers copy in this step."""
+        self._link.tick()
+        if self._saves_wanted:
+            self._offer_completed(output)
+        return StepPlan(
+            self._link.server_id,
+            self._loads.take_plans(),
+            self._saves.take_plans(),
+            idle=output.total_num_scheduled_tokens == 0,
+        )
+
+    def worker_report(self, report: WorkerReport) -> None:
+        self._loads.ended(report.load_done, report.load_failed)
+        self._saves.ended(report.saved, report.save_failed)
+
+    def finished(self, request: Request, block_ids: list[int]) -> None:
+        """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and self._saves_wanted:
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            # The last sampled token was never an input, so it has no KV.
+            self._offer(tracked, min(computed, request.num_tokens - 1), lambda: block_ids)
+        self._loads.finished(request.request_id)
+
+    @property
+    def busy(self) -> bool:
+        return self._saves.busy
+
+    def reset(self) -> None:
+        """``reset_cache``: nothing from before is found again, neither by this engine nor later.
+
+        The engine goes on in a namespace that nobody had before, whether or not the server is
+        there to drop the old one.
+        """
+        self._loads.reset()
+        self._saves.reset()
+        for tracked in self._requests.values():
+            tracked.offered_blocks = self._math.known_blocks(tracked.request)
+        old, epoch = self._namespace, secrets.token_bytes(16)
+        self._namespace = blake3(self._base + epoch).digest(length=NAMESPACE_ID_BYTES)
+        self._link.reset(old)
+        self._link.register(self._namespace, {**self._parts, "epoch": epoch.hex()})
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _offer_completed(self, output: SchedulerOutput) -> None:
+        state = output.kv_connector_block_state
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None or state is None:
+                continue
+            request = tracked.request
+            # After this step's forward this many tokens have KV; those not known yet are
+            # placeholders or drafts, and num_tokens leaves them out.
+            computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            self._offer(tracked, computed, partial(_block_ids, state, request_id))
+
+    def _offer(
+        self, tracked: _Tracked, computed_tokens: int, block_ids: Callable[[], list[int]]
+    ) -> None:
+        math = self._math
+        end = min(computed_tokens // math.tokens, math.known_blocks(tracked.request))
+        if end <= tracked.offered_blocks:
+            return
+        wanted = (tracked.offered_blocks, end)
+        if self._saves.offer(tracked.request, self._namespace, block_ids(), wanted):
+            tracked.offered_blocks = end
+
+    def _warn_of_policy(self, policy: str) -> None:
+        if policy == "fail" and self._loads_wanted:
+            _log.warning(
+                "kv_load_failure_policy is 'fail': a load that fails ends its request with an "
+                "error; set it to 'recompute' in --kv-transfer-config to have it computed"
+            )
+
+
+def _block_ids(state: KVConnectorBlockState, request_id: str) -> list[int]:
+    groups = state.get_block_ids(request_id)
+    return groups[0] if groups else []
