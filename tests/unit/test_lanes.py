@@ -82,7 +82,8 @@ def test_full_lane_refuses_until_ended_jobs_are_polled(lanes: Lanes[str]) -> Non
     lanes.submit(gate, Lane.SAVE)
     lanes.submit(gate, Lane.SAVE)
     lanes.submit(gate, Lane.SAVE)
-    refused = lanes.submit(says("never", log := []), Lane.SAVE)
+    log = list[str]()
+    refused = lanes.submit(says("never", log), Lane.SAVE)
     assert refused.outcome is Outcome.REFUSED
     assert lanes.submit(gate, Lane.LOAD).outcome is not Outcome.REFUSED
     gate.go.set()

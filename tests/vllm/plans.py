@@ -96,9 +96,10 @@ def tensors(
 ) -> dict[str, torch.Tensor]:
     """What the model runner would register for *planned*."""
     assert planned.kv_cache_layout is not None
-    return allocate_kv_cache(
+    caches: dict[str, torch.Tensor] = allocate_kv_cache(
         planned,
         torch.device("cpu"),
         KVCacheLayout[planned.kv_cache_layout],
         None if kernel_block_size is None else [kernel_block_size],
     )
+    return caches

@@ -40,6 +40,7 @@ class GatedCopier:
         self.device_block_bytes = inner.device_block_bytes
         self.entered = threading.Event()
         self.go = threading.Event()
+        self.hold_from = 0  # calls before this one pass
         self.calls: list[tuple[str, list[int]]] = []
 
     def copy_to_host(self, device_blocks: list[int], rows: np.ndarray) -> None:
@@ -52,6 +53,8 @@ class GatedCopier:
 
     def _pass(self, kind: str, device_blocks: list[int]) -> None:
         self.calls.append((kind, list(device_blocks)))
+        if len(self.calls) <= self.hold_from:
+            return
         self.entered.set()
         assert self.go.wait(PATIENCE_SECONDS)
 
@@ -78,7 +81,8 @@ class Rank:
     def device_blocks(self) -> np.ndarray:
         """(NUM_BLOCKS, device_block_bytes), read through torch in layer order."""
         pages = [c.contiguous().view(torch.uint8).flatten(1) for c in self.caches.values()]
-        return torch.cat(pages, dim=1).numpy().copy()
+        rows: np.ndarray = torch.cat(pages, dim=1).numpy().copy()
+        return rows
 
     def gate(self) -> GatedCopier:
         half: Any = self.half
@@ -119,7 +123,8 @@ class Bench:
         """(PER_SLOT, device_block_bytes) of one rank's region, by the documented layout."""
         rank_bytes = PER_SLOT * self.row_bytes
         region = self.mapping.data[slot][rank * rank_bytes : (rank + 1) * rank_bytes]
-        return region.reshape(PER_SLOT, self.row_bytes)
+        rows: np.ndarray = region.reshape(PER_SLOT, self.row_bytes)
+        return rows
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -379,10 +384,26 @@ def test_save_of_pieces_is_over_only_when_the_last_one_is(
 ) -> None:
     monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
     gate = rank.gate()
-    gate.go.set()
-    large = save(1, device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 99, 12])
+    gate.hold_from = 2
+    large = save(1, device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 11, 12])
     rank.half.start_save(StepPlan(SERVER, saves=[large]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    assert rank.half.collect() == (set(), set())
+    assert rank.half.report() is None
+    gate.go.set()
+    assert rank.drain()[2] == WorkerReport(saved={1: 1})
+
+
+def test_failed_piece_spares_the_ones_after_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    gate = rank.gate()
+    large = save(1, device_blocks=list(range(12)), slots=[0, 1, 2, 3], generations=[9, 11, 12, 13])
+    rank.half.start_save(StepPlan(SERVER, saves=[large]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    rank.half.collect()
+    gate.go.set()
     assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1})
+    assert gate.calls == [("save", [3, 4, 5])]
 
 
 def test_only_an_idle_step_waits_for_a_load(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
