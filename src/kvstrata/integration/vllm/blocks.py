@@ -57,10 +57,12 @@ class HeldBlocks:
         self._limit = limit
         self.count = 0
 
-    def hold(self, block_ids: list[int]) -> list[KVCacheBlock] | None:
-        """The blocks, each with one more reference; None if that would exceed the limit."""
-        if self.count + len(block_ids) > self._limit:
-            return None
+    @property
+    def room(self) -> int:
+        return self._limit - self.count
+
+    def hold(self, block_ids: list[int]) -> list[KVCacheBlock]:
+        """The blocks, each with one more reference. The caller minds ``room``."""
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
         self.count += len(blocks)

@@ -70,32 +70,26 @@ class Saves:
         return self._held.count > 0
 
     def offer(
-        self,
-        request: Request,
-        namespace: NamespaceId,
-        block_ids: list[int],
-        blocks: tuple[int, int],
-    ) -> bool:
-        """Offer blocks *first* to *end* of *request*; False if they cannot be held now."""
-        first, end = blocks
-        keys = self._math.keys(request, first, end)
-        new = next((i for i, key in enumerate(keys) if not self._knows(key)), len(keys))
-        first, keys = first + new, keys[new:]
-        if not keys:
-            return True
-        if not self._link.ready:
-            return False
+        self, request: Request, namespace: NamespaceId, block_ids: list[int], first: int, end: int
+    ) -> int:
+        """Offer blocks *first* to *end* of *request*, as many as may be held now.
+
+        Returns where the next offer of this request has to begin.
+        """
+        while first < end and self._knows(self._math.key(request, first)):
+            first += 1
         ratio = self._math.ratio
-        held = self._held.hold(block_ids[first * ratio : end * ratio])
-        if held is None:
-            return False
+        end = min(end, first + self._held.room // ratio)
+        if first >= end or not self._link.ready:
+            return first
+        keys = self._math.keys(request, first, end)
         parent = self._math.key(request, first - 1) if first else b""
         pending = self._link.submit(p.PutMatch(0, namespace, b"".join(keys), parent))
         if pending is None:
-            self._held.release(held)
-            return False
+            return first
+        held = self._held.hold(block_ids[first * ratio : end * ratio])
         self._offers.append(_Offer(pending, self._link.number, keys, held))
-        return True
+        return end
 
     def take_plans(self) -> list[Save]:
         """Copies for the workers to do in this step: of the offers that have been answered."""

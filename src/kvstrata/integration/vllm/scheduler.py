@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 from blake3 import blake3
 from vllm.config import VllmConfig
@@ -28,8 +27,6 @@ from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.server.embedded import EmbeddedServer
 
 _log = logging.getLogger(__name__)
-
-_HELD_FRACTION: Final = 4  # at most a quarter of the device blocks is held by saves
 
 
 @dataclass(slots=True)
@@ -56,7 +53,6 @@ class SchedulerHalf:
         self._loads_wanted = transfer.is_kv_consumer
         self._saves_wanted = transfer.is_kv_producer
         self._limit = 2 * vllm_config.scheduler_config.max_num_seqs
-        self._device_blocks = kv_cache_config.num_blocks
         self._world_size = identity.world_size
         self._math = BlockMath(
             identity.geometry.block_size,
@@ -91,13 +87,12 @@ class SchedulerHalf:
         self._warn_of_policy(transfer.kv_load_failure_policy)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        limit = min(self._config.max_saving_blocks, self._device_blocks // _HELD_FRACTION)
         self._pool = pool
         self._saves = Saves(
             self._config,
             self._math,
             self._link,
-            HeldBlocks(pool, max(limit, self._math.ratio)),
+            HeldBlocks(pool, max(self._config.max_saving_blocks, self._math.ratio)),
             world_size=self._world_size,
         )
 
@@ -189,9 +184,9 @@ class SchedulerHalf:
         end = min(computed_tokens // math.tokens, math.known_blocks(tracked.request))
         if end <= tracked.offered_blocks:
             return
-        wanted = (tracked.offered_blocks, end)
-        if self._saves.offer(tracked.request, self._namespace, block_ids(), wanted):
-            tracked.offered_blocks = end
+        tracked.offered_blocks = self._saves.offer(
+            tracked.request, self._namespace, block_ids(), tracked.offered_blocks, end
+        )
 
     def _warn_of_policy(self, policy: str) -> None:
         if policy == "fail" and self._loads_wanted:
