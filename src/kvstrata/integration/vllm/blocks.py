@@ -1,5 +1,6 @@
 """vLLM's blocks and KVStrata's: how token counts, block hashes and block ids translate."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,12 +42,17 @@ class BlockMath:
         return [self.key(request, block) for block in range(first, end)]
 
     def cached_on_device(self, request: Request, pool: BlockPool) -> int:
-        """Leading tokens of *request* that the prefix cache holds now. Changes nothing there."""
-        per_hash = self.hash_tokens
-        for i, block_hash in enumerate(request.block_hashes):
-            if pool.get_cached_block(block_hash, [0]) is None:
-                return i * per_hash
-        return len(request.block_hashes) * per_hash
+        """About how many leading tokens of *request* the prefix cache holds. Changes nothing there.
+
+        A binary search: the cache evicts the end of a prompt first, so presence hardly ever comes
+        back after it has ended. If it does the caller asks the server for too much or too little.
+        """
+        present = bisect_left(
+            request.block_hashes,
+            True,
+            key=lambda block_hash: pool.get_cached_block(block_hash, [0]) is None,
+        )
+        return present * self.hash_tokens
 
 
 class HeldBlocks:

@@ -72,7 +72,7 @@ class Loads:
 
     def expect(self, request: Request, namespace: NamespaceId, pool: BlockPool) -> None:
         """*request* is new: ask for its prompt now, unless the device cache covers it."""
-        if len(self._lookups) < self._limit and not request.skip_reading_prefix_cache:
+        if len(self._lookups) < self._limit and self._may_load(request):
             self._ask(request, namespace, self._math.cached_on_device(request, pool))
 
     def match(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
@@ -80,7 +80,7 @@ class Loads:
 
         Waits ``lookup_wait_seconds`` for the answer, once a lookup.
         """
-        if request.request_id in self._refused or not self._link.ready:
+        if not self._may_load(request) or not self._link.ready:
             return 0
         lookup = self._fresh_lookup(request, namespace, computed)
         if lookup is None:
@@ -136,8 +136,12 @@ class Loads:
         """The tiers that the tokens of the load just planned come from."""
         return self._sources.pop(request_id, {})
 
-    def ended(self, done: dict[int, int], failed: set[int]) -> None:
-        """Workers report: *done* task id → number of workers, *failed* task ids."""
+    def ended(self, done: dict[int, int], failed: set[int]) -> list[BlockKey]:
+        """Workers report: *done* task id → number of workers, *failed* task ids.
+
+        Returns the keys of the loads that have failed.
+        """
+        lost: list[BlockKey] = []
         for task_id, workers in done.items():
             load = self._running.get(task_id)
             if load is None:
@@ -149,8 +153,10 @@ class Loads:
             del self._running[task_id]
             if load.failed:
                 self._refused.add(load.request_id)
+                lost += load.keys
             if load.connection == self._link.number:
                 self._link.submit(p.Fail([task_id]) if load.failed else p.Complete([task_id]))
+        return lost
 
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that still runs is ended by the workers."""
@@ -162,6 +168,9 @@ class Loads:
         """Answers of before do not count."""
         for request_id in list(self._lookups):
             self._drop(request_id)
+
+    def _may_load(self, request: Request) -> bool:
+        return request.request_id not in self._refused and not request.skip_reading_prefix_cache
 
     def _fresh_lookup(
         self, request: Request, namespace: NamespaceId, computed: int

@@ -137,6 +137,11 @@ class Saves:
         while len(self._known) > _KNOWN_KEYS:
             self._known.popitem(last=False)
 
+    def unknow(self, keys: Iterable[BlockKey]) -> None:
+        """The server may have lost these: they are offered again when they are computed."""
+        for key in keys:
+            self._known.pop(key, None)
+
     def reset(self) -> None:
         """What was offered or copied before this must not become visible."""
         for offer in self._offers:

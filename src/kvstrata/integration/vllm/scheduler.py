@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -131,7 +132,7 @@ class SchedulerHalf:
         )
 
     def worker_report(self, report: WorkerReport) -> None:
-        self._loads.ended(report.load_done, report.load_failed)
+        self._saves.unknow(self._loads.ended(report.load_done, report.load_failed))
         self._saves.ended(report.saved, report.save_failed)
 
     def finished(self, request: Request, block_ids: list[int]) -> None:
@@ -156,7 +157,8 @@ class SchedulerHalf:
         self._loads.reset()
         self._saves.reset()
         for tracked in self._requests.values():
-            tracked.offered_blocks = self._math.known_blocks(tracked.request)
+            # What a running request computes from here on stands on KV of before.
+            tracked.offered_blocks = sys.maxsize
         old, epoch = self._namespace, secrets.token_bytes(16)
         self._namespace = blake3(self._base + epoch).digest(length=NAMESPACE_ID_BYTES)
         self._link.reset(old)
