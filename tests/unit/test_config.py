@@ -13,6 +13,7 @@ from kvstrata.core.config import (
     Contradictions,
     DiskTier,
     HostTier,
+    Tier,
     config_from_json,
     config_to_json,
 )
@@ -33,8 +34,12 @@ counts = st.integers(1, 2**63 - 1)
 def configs(draw: st.DrawFn) -> Config:
     socket = draw(st.none() | paths.filter(lambda path: len(bytes(path)) <= 107))
     wait, timeout = sorted((draw(seconds), draw(seconds)))
+    # The tiers of an attached server are not the engine's to set.
+    tiers: st.SearchStrategy[tuple[Tier, ...]] = st.just((HostTier(),))
+    if socket is None:
+        tiers = st.tuples(host_tiers) | st.tuples(host_tiers, disk_tiers)
     return Config(
-        tiers=draw(st.tuples(host_tiers) | st.tuples(host_tiers, disk_tiers)),
+        tiers=draw(tiers),
         tokens_per_block=draw(st.none() | counts),
         server="embedded" if socket is None else "attached",
         socket=socket,
@@ -174,6 +179,10 @@ def test_a_count_is_a_whole_number_from_1(name: str, value: object) -> None:
     ("values", "keys"),
     [
         ({"server": "attached"}, ("server", "socket")),
+        (
+            {"server": "attached", "socket": "/run/kv.sock", "tiers": "host:1GiB"},
+            ("server", "tiers"),
+        ),
         ({"socket": "/run/kv.sock"}, ("server", "socket")),
         ({"lookup_wait_seconds": 1}, ("lookup_wait_seconds", "lookup_timeout_seconds")),
         ({"lookup_timeout_seconds": 1e-9}, ("lookup_wait_seconds", "lookup_timeout_seconds")),

@@ -135,6 +135,9 @@ def _in_order(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
     return tiers
 
 
+_DEFAULT_TIERS: Final = (HostTier(),)
+
+
 class Contradiction(NamedTuple):
     """Settings that are each valid and cannot hold together."""
 
@@ -161,7 +164,7 @@ class Config(BaseModel):
         BeforeValidator(_spell_out),
         AfterValidator(_in_order),
     ] = Field(
-        default=(HostTier(),),
+        default=_DEFAULT_TIERS,
         description=(
             "Where blocks are kept below device memory, fastest first: exactly one host tier, then "
             "at most one disk tier. A pipeline string or a list of mappings."
@@ -248,7 +251,7 @@ class Config(BaseModel):
         default=4096,
         description=(
             "Largest number of the engine's KV blocks that saves in flight keep from reuse; "
-            "beyond it, saves are skipped."
+            "beyond it, saves wait for a later step."
         ),
         examples=["4096"],
     )
@@ -295,6 +298,16 @@ def _server_and_socket(config: Config) -> Contradiction | None:
     return None
 
 
+def _tiers_of_the_server(config: Config) -> Contradiction | None:
+    if config.server == "embedded" or config.tiers == _DEFAULT_TIERS:
+        return None
+    return Contradiction(
+        ("server", "tiers"),
+        "server is 'attached' and tiers are set, which are the server's to decide",
+        "give tiers to `kvstrata server` and take them away here",
+    )
+
+
 def _wait_within_timeout(config: Config) -> Contradiction | None:
     if config.lookup_wait_seconds <= config.lookup_timeout_seconds:
         return None
@@ -308,6 +321,7 @@ def _wait_within_timeout(config: Config) -> Contradiction | None:
 
 _CHECKS: Final[tuple[Callable[[Config], Contradiction | None], ...]] = (
     _server_and_socket,
+    _tiers_of_the_server,
     _wait_within_timeout,
 )
 
