@@ -78,6 +78,9 @@ class ManagerClient:
             request.seq = self._next_seq
             self._next_seq += 1
             self._pending[request.seq] = pending
+        if isinstance(request, p.Launch | p.Cancel):
+            for task_id in request.task_ids:
+                self._promoting.pop(task_id, None)  # how the promotion ends is no news any more
         self._outbox += p.encode(request)
         if len(self._outbox) > _OUTBOX_BYTES:
             raise self._lost("it has read nothing for too long")
