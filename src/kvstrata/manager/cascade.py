@@ -55,7 +55,7 @@ class Cascade:
     def promote(
         self,
         promotions: Sequence[tuple[Entry, int]],
-        done: Callable[[int, list[Read] | None], None],
+        done: Callable[[int, Sequence[Read | None]], None],
     ) -> None:
         """Read each entry into its host slot; *done* as ``TransferEngine.read`` calls it."""
         self._transfer.read(

@@ -369,13 +369,12 @@ class KVManager:
         return task, promotions
 
     def _promoted(
-        self, promotions: Sequence[tuple[Entry, int]], start: int, reads: list[Read] | None
+        self, promotions: Sequence[tuple[Entry, int]], start: int, reads: Sequence[Read | None]
     ) -> None:
         """Some reads of ``_promote`` have ended."""
         with self._settling():
-            part = promotions[start : start + len(reads)] if reads else promotions[start:]
-            for i, (entry, slot) in enumerate(part):
-                self._arrived(entry, slot, reads[i] if reads else None)
+            for (entry, slot), read in zip(promotions[start:], reads, strict=False):
+                self._arrived(entry, slot, read)
 
     def _arrived(self, entry: Entry, slot: int, read: Read | None) -> None:
         if self._promotions.get(entry.key, (None,))[0] is entry:

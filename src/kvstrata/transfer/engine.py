@@ -37,17 +37,20 @@ class TransferEngine:
         self,
         keys: Sequence[StoreKey],
         buffers: Sequence[memoryview],
-        done: Callable[[int, list[Read] | None], None],
+        done: Callable[[int, Sequence[Read | None]], None],
     ) -> None:
         """Fill ``buffers[i]`` with block ``keys[i]``.
 
-        *done(start, reads)* tells the fate of the blocks from index *start* on; ``reads`` is None
-        if the store could not be asked.
+        *done(start, reads)* tells the fates of ``len(reads)`` blocks from index *start* on, None
+        where the store could not be asked. Each block has one fate.
         """
         step = self._batch_blocks
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
-            self._readers.submit(self._read_part, keys[part], buffers[part], start, done)
+            try:
+                self._readers.submit(self._read_part, keys[part], buffers[part], start, done)
+            except RuntimeError:  # closed meanwhile
+                done(start, [None] * len(keys[part]))
 
     def wake(self) -> None:
         """There may be something to write."""
@@ -65,9 +68,9 @@ class TransferEngine:
         keys: Sequence[StoreKey],
         buffers: Sequence[memoryview],
         start: int,
-        done: Callable[[int, list[Read] | None], None],
+        done: Callable[[int, Sequence[Read | None]], None],
     ) -> None:
-        reads: list[Read] | None = None
+        reads: Sequence[Read | None] = [None] * len(keys)
         try:
             reads = self._store.read_into(keys, buffers)
         except KVStrataError as e:

@@ -1,0 +1,56 @@
+"""The counters: a fixed catalogue, amounts that add up, the Prometheus text."""
+
+from kvstrata.observe import metrics
+from kvstrata.observe.metrics import Counters
+
+
+def test_catalogue_is_append_only() -> None:
+    """Dashboards name these: take none away, rename none."""
+    assert [metric.name for metric in metrics.CATALOGUE] == [
+        "kvstrata_lookups_total",
+        "kvstrata_lookup_blocks_total",
+        "kvstrata_loaded_blocks_total",
+        "kvstrata_failed_loads_total",
+        "kvstrata_saved_blocks_total",
+        "kvstrata_shed_blocks_total",
+        "kvstrata_promoted_blocks_total",
+        "kvstrata_cascaded_blocks_total",
+        "kvstrata_evicted_blocks_total",
+        "kvstrata_lost_blocks_total",
+        "kvstrata_corrupt_blocks_total",
+    ]
+
+
+def test_amounts_add_up_by_label() -> None:
+    counters = Counters()
+    counters.add(metrics.LOOKUP_BLOCKS, 3, "host")
+    counters.add(metrics.LOOKUP_BLOCKS, 4, "host")
+    counters.add(metrics.LOOKUP_BLOCKS, 5, "none")
+    counters.add(metrics.SAVED_BLOCKS, 2)
+    snapshot = counters.snapshot()
+    assert snapshot["kvstrata_lookup_blocks_total{tier=host}"] == 7
+    assert snapshot["kvstrata_lookup_blocks_total{tier=none}"] == 5
+    assert snapshot["kvstrata_saved_blocks_total"] == 2
+    assert snapshot["kvstrata_shed_blocks_total"] == 0
+
+
+def test_nothing_is_not_counted() -> None:
+    counters = Counters()
+    counters.add(metrics.EVICTED_BLOCKS, 0, "disk")
+    assert not any("evicted" in name for name in counters.snapshot())
+
+
+def test_two_servers_in_one_process_do_not_share_counters() -> None:
+    one, other = Counters(), Counters()
+    one.add(metrics.LOOKUPS, 1)
+    assert one.snapshot()["kvstrata_lookups_total"] == 1
+    assert other.snapshot()["kvstrata_lookups_total"] == 0
+
+
+def test_exposition_is_the_prometheus_text_format() -> None:
+    counters = Counters()
+    counters.add(metrics.EVICTED_BLOCKS, 6, "disk")
+    lines = counters.exposition().splitlines()
+    assert "# TYPE kvstrata_evicted_blocks_total counter" in lines
+    assert 'kvstrata_evicted_blocks_total{tier="disk"} 6.0' in lines
+    assert "kvstrata_lookups_total 0.0" in lines

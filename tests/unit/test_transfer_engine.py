@@ -1,0 +1,153 @@
+"""The server's I/O threads: every block of a read has one fate, the writer survives anything."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.caches import PATIENCE_SECONDS, eventually
+
+from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.types import Read, StoreKey
+from kvstrata.transfer import engine as subject
+from kvstrata.transfer.engine import TransferEngine
+
+MIB = 1 << 20  # two of these are a batch of half the test's blocks
+
+
+class Shelf:
+    """A store that reads what it is told to."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[StoreKey]] = []
+        self.broken: set[StoreKey] = set()
+        self.error: Exception = TierUnavailable("gone")
+        self.lock = threading.Lock()
+
+    def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        with self.lock:
+            self.batches.append(list(keys))
+        if self.broken & set(keys):
+            raise self.error
+        return [Read.HIT if key != b"absent" else Read.MISS for key in keys]
+
+
+class Fates:
+    """What ``done`` was told, by block."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[Read | None]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, start: int, reads: Sequence[Read | None]) -> None:
+        with self._lock:
+            for i, read in enumerate(reads):
+                self.of.setdefault(start + i, []).append(read)
+
+
+class Writer:
+    """``write_some``: how often it was called, and what it does."""
+
+    def __init__(self) -> None:
+        self.called = 0
+        self.more = 0
+        self.error: Exception | None = None
+
+    def __call__(self) -> bool:
+        self.called += 1
+        if self.error is not None:
+            raise self.error
+        if self.more:
+            self.more -= 1
+            return True
+        return False
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+@pytest.fixture
+def writer() -> Writer:
+    return Writer()
+
+
+@pytest.fixture
+def engine(
+    shelf: Shelf, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TransferEngine]:
+    monkeypatch.setattr(subject, "_READ_BATCH_BYTES", 2 * MIB)
+    made = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
+    yield made
+    made.close(PATIENCE_SECONDS)
+    assert not any(t.name == "kvstrata-write" for t in threading.enumerate())
+
+
+def read(engine: TransferEngine, *keys: bytes) -> dict[int, list[Read | None]]:
+    fates = Fates()
+    engine.read(list(keys), [memoryview(bytearray(1)) for _ in keys], fates)
+    eventually(lambda: len(fates.of) == len(keys), "some block has no fate")
+    return fates.of
+
+
+def test_blocks_are_read_in_batches_and_each_has_one_fate(
+    engine: TransferEngine, shelf: Shelf
+) -> None:
+    fates = read(engine, b"a", b"b", b"absent", b"c", b"d")
+    assert fates == {
+        0: [Read.HIT],
+        1: [Read.HIT],
+        2: [Read.MISS],
+        3: [Read.HIT],
+        4: [Read.HIT],
+    }
+    assert sorted(shelf.batches) == [[b"a", b"b"], [b"absent", b"c"], [b"d"]]
+
+
+def test_batch_that_cannot_be_read_takes_no_other_with_it(
+    engine: TransferEngine, shelf: Shelf
+) -> None:
+    """A fate told twice would free a slot twice."""
+    shelf.broken = {b"a", b"d"}
+    fates = read(engine, b"a", b"b", b"c", b"d", b"e")
+    assert fates == {0: [None], 1: [None], 2: [None], 3: [None], 4: [Read.HIT]}
+
+
+def test_bug_in_the_store_is_a_fate_too(engine: TransferEngine, shelf: Shelf) -> None:
+    shelf.broken, shelf.error = {b"a"}, ZeroDivisionError("a bug")
+    assert read(engine, b"a", b"b") == {0: [None], 1: [None]}
+
+
+def test_read_after_close_has_a_fate(shelf: Shelf, writer: Writer) -> None:
+    engine = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
+    engine.close(PATIENCE_SECONDS)
+    assert read(engine, b"a", b"b") == {0: [None], 1: [None]}
+    assert shelf.batches == []
+
+
+def test_writer_is_called_until_there_is_nothing_more(
+    engine: TransferEngine, writer: Writer
+) -> None:
+    eventually(lambda: writer.called > 0, "the writer has not looked")
+    called, writer.more = writer.called, 3
+    engine.wake()
+    eventually(lambda: writer.called >= called + 4, "the writer has stopped early")
+    assert writer.more == 0
+
+
+def test_writer_survives_a_bug(engine: TransferEngine, writer: Writer) -> None:
+    writer.error = ZeroDivisionError("a bug")
+    engine.wake()
+    eventually(lambda: writer.called > 1, "the writer has not looked")
+    called, writer.error = writer.called, None
+    engine.wake()
+    eventually(lambda: writer.called > called, "the writer is dead")
+
+
+def test_writer_looks_again_by_itself_after_a_while(
+    shelf: Shelf, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_RETRY_SECONDS", 0.001)
+    engine = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
+    eventually(lambda: writer.called > 3, "the writer waits to be woken")
+    engine.close(PATIENCE_SECONDS)
