@@ -315,12 +315,6 @@ class KVManager:
             reserved = [slot for put in self._puts.values() for slot in put.slots]
             reserved += [slot for _, slot in self._promotions.values()]
             reserved += self._sessions.orphaned_slots()
-            reserved += {
-                id(entry): entry.host_slot
-                for get in self._gets.values()
-                for entry in get.entries
-                if entry.forgotten and entry.host_slot != NO_SLOT
-            }.values()
             self._cache.check(reserved)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ class Residency:
         self._disk = LRU()
         self._disk_capacity = disk_capacity_blocks
         self._unwritten: OrderedDict[StoreKey, Entry] = OrderedDict()  # in host memory, not on disk
+        self._parting: set[int] = set()  # slots of forgotten blocks that are still leased
 
     @property
     def host_used(self) -> int:
@@ -60,6 +61,7 @@ class Residency:
             raise InvariantViolated("a lease is returned that was not taken")
         entry.leases -= 1
         if entry.forgotten and not entry.leases and entry.host_slot != NO_SLOT:
+            self._parting.remove(entry.host_slot)
             self.release_slot(entry.host_slot)
             entry.host_slot = NO_SLOT
 
@@ -143,7 +145,11 @@ class Residency:
             self._disk.remove(entry.key)
             self._unwritten.pop(entry.key, None)
             entry.on_disk = False
-            if entry.host_slot != NO_SLOT and not entry.leases:
+            if entry.host_slot == NO_SLOT:
+                continue
+            if entry.leases:
+                self._parting.add(entry.host_slot)
+            else:
                 self.release_slot(entry.host_slot)
                 entry.host_slot = NO_SLOT
         return len(entries)
@@ -169,6 +175,9 @@ class Residency:
         self.index.check()
         self._slots.check()
         held = [entry.host_slot for entry in self.index if entry.host_slot != NO_SLOT]
+        if len(self._host) != len(held) or len(self._disk) != sum(e.on_disk for e in self.index):
+            raise InvariantViolated("a policy holds other blocks than its tier")
+        held.extend(self._parting)
         held.extend(reserved_slots)
         if len(set(held)) != len(held):
             raise InvariantViolated("a host slot is in two blocks")

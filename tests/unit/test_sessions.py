@@ -1,0 +1,100 @@
+"""Engines, their workers, and slots that somebody may still be writing to."""
+
+from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
+
+
+def test_local_owner_needs_no_workers_and_strangers_get_nothing() -> None:
+    sessions = Sessions()
+    assert LOCAL_OWNER == 0
+    assert sessions.can_transfer(0)
+    assert not sessions.can_transfer(1)
+    assert not sessions.can_transfer(sessions.add_observer())
+
+
+def test_engine_gets_nothing_before_each_of_its_ranks_has_mapped_the_memory() -> None:
+    sessions = Sessions()
+    engine = sessions.add_engine("e", 2)
+    assert not sessions.can_transfer(engine)
+    first = sessions.add_worker("e", 0)
+    assert not sessions.can_transfer(engine)
+    again = sessions.add_worker("e", 0)
+    assert not sessions.can_transfer(engine)
+    sessions.add_worker("other", 1)
+    assert not sessions.can_transfer(engine)
+    sessions.add_worker("e", 1)
+    assert sessions.can_transfer(engine)
+    sessions.remove(first)
+    assert sessions.can_transfer(engine)
+    sessions.remove(again)
+    assert not sessions.can_transfer(engine)
+
+
+def test_owner_numbers_are_never_used_twice() -> None:
+    sessions = Sessions()
+    owners = []
+    for _ in range(3):
+        owners += [sessions.add_engine("e", 1), sessions.add_worker("e", 0)]
+        owners.append(sessions.add_observer())
+        for owner in owners[-3:]:
+            sessions.remove(owner)
+    assert owners == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_slots_of_a_dead_engine_wait_for_the_last_of_its_workers() -> None:
+    sessions = Sessions()
+    engine = sessions.add_engine("e", 2)
+    workers = [sessions.add_worker("e", 0), sessions.add_worker("e", 1)]
+    assert sessions.orphan(engine, [4, 7]) == []
+    assert sessions.remove(engine) == []
+    assert sessions.orphaned_slots() == [4, 7]
+    assert sessions.remove(workers[0]) == []
+    assert sessions.remove(workers[1]) == [4, 7]
+    assert sessions.orphaned_slots() == []
+
+
+def test_worker_of_another_session_frees_and_holds_nothing() -> None:
+    sessions = Sessions()
+    engine = sessions.add_engine("e", 1)
+    other = sessions.add_worker("other", 0)
+    mine = sessions.add_worker("e", 0)
+    assert sessions.orphan(engine, [3]) == []
+    assert sessions.remove(engine) == []
+    assert sessions.remove(other) == []
+    assert sessions.remove(mine) == [3]
+
+
+def test_worker_that_came_after_the_engine_died_holds_nothing() -> None:
+    """It was never told of the slots."""
+    sessions = Sessions()
+    engine = sessions.add_engine("e", 1)
+    old = sessions.add_worker("e", 0)
+    sessions.orphan(engine, [3])
+    sessions.remove(engine)
+    sessions.add_worker("e", 0)
+    assert sessions.remove(old) == [3]
+
+
+def test_slots_of_an_engine_without_workers_are_free_at_once() -> None:
+    sessions = Sessions()
+    engine = sessions.add_engine("e", 1)
+    assert sessions.orphan(engine, [1, 2]) == [1, 2]
+    assert sessions.orphan(0, [5]) == [5]
+    assert sessions.orphaned_slots() == []
+
+
+def test_two_dead_engines_of_one_session_wait_for_the_same_worker() -> None:
+    sessions = Sessions()
+    worker = sessions.add_worker("e", 0)
+    for slot in (1, 2):
+        engine = sessions.add_engine("e", 1)
+        assert sessions.orphan(engine, [slot]) == []
+        assert sessions.remove(engine) == []
+    assert sessions.remove(worker) == [1, 2]
+
+
+def test_description_names_engines_with_the_ranks_that_are_there() -> None:
+    sessions = Sessions()
+    sessions.add_engine("e", 2)
+    sessions.add_worker("e", 1)
+    sessions.add_worker("other", 0)
+    assert sessions.describe() == [{"session": "e", "workers": [1], "world_size": 2}]
