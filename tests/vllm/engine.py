@@ -1,0 +1,411 @@
+"""A real vLLM engine in processes of its own, driven over a pipe, so that it can be killed.
+
+The parent half (``Engine``, ``CacheServer``) is for tests; this file run as a program is the child.
+One line of JSON is one command or one answer.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final, Self
+
+from kvstrata.core.config import Config, config_from_json, config_to_json
+from kvstrata.core.errors import ServerUnavailable
+from kvstrata.manager.report import CacheReport
+from kvstrata.server.client import observe
+from kvstrata.server.main import run_server
+from kvstrata.server.sockets import embedded_socket
+
+BLOCK_SIZE: Final = 32  # of the engine
+DEVICE_BLOCKS: Final = 48
+MAX_TOKENS: Final = 1440  # of one prompt with its continuation: nearly the whole device cache
+START_SECONDS: Final = 240.0
+ANSWER_SECONDS: Final = 120.0
+
+_CONNECTOR: Final = {
+    "kv_connector": "KVStrataConnector",
+    "kv_connector_module_path": "kvstrata.integration.vllm.connector",
+}
+_LOG_TAIL_BYTES: Final = 8000
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: greedy, exactly *new_tokens* of continuation."""
+
+    id: str
+    prompt: tuple[int, ...]
+    new_tokens: int = 4
+    at_step: int = 0  # of the engine, counted in its outputs, when it arrives
+
+
+@dataclass(frozen=True)
+class Act:
+    """Something done to the engine between two outputs.
+
+    *kind* is ``abort`` (of the request *what*), ``reset`` or ``reset running`` (of the prefix
+    cache), or ``call`` (of the parent's hook *what*; the engine goes on meanwhile).
+    """
+
+    kind: str
+    what: str = ""
+    at_step: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    cached_tokens: int
+    finish_reason: str | None  # None if aborted
+    seconds: float  # from arrival to the last output
+
+
+class EngineFailed(AssertionError):
+    """The engine died, or did not answer in time."""
+
+
+@dataclass
+class Engine:
+    """Starts at once; the first use waits until it is ready."""
+
+    model: Path
+    log: Path
+    transfer: Mapping[str, Any] | None = None  # vLLM's kv_transfer_config without the names
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        self._ready = False
+        self._inbox = b""
+        self._asked = 0
+        settings: dict[str, Any] = {
+            "model": str(self.model),
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": MAX_TOKENS,
+            "num_gpu_blocks_override": DEVICE_BLOCKS,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 8,
+            "disable_log_stats": False,
+        }
+        if self.transfer is not None:
+            settings["kv_transfer_config"] = {**_CONNECTOR, **self.transfer}
+        self._send({**settings, **self.settings})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def wait_ready(self) -> None:
+        if not self._ready:
+            self._receive(START_SECONDS)
+            self._ready = True
+
+    def run(
+        self, todo: Sequence[Ask | Act], hooks: Mapping[str, Callable[[], object]] | None = None
+    ) -> dict[str, Answer]:
+        """Do all of *todo*, each at its step; the answers by request id."""
+        self.wait_ready()
+        self._send({"do": "run", "todo": [_as_json(each) for each in todo]})
+        while "call" in (answer := self._receive(ANSWER_SECONDS)):
+            assert hooks is not None
+            hooks[answer["call"]]()
+            self._send({})
+        return {id: Answer(**fields) for id, fields in answer["answers"].items()}
+
+    def ask(self, prompt: Sequence[int], new_tokens: int = 4) -> Answer:
+        self._asked += 1
+        one = Ask(f"ask-{self._asked}", tuple(prompt), new_tokens)
+        return self.run([one])[one.id]
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the device cache. It refuses while saves hold blocks, so this waits for saves."""
+        self.wait_ready()
+
+        def reset() -> bool:
+            self._send({"do": "reset"})
+            return bool(self._receive(ANSWER_SECONDS)["done"])
+
+        wait_until(reset, "reset_prefix_cache is refused for ever")
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters: ``name``, and ``name{label value}`` for every label."""
+        self.wait_ready()
+        self._send({"do": "counters"})
+        counters: dict[str, float] = self._receive(ANSWER_SECONDS)["counters"]
+        return counters
+
+    def server_pid(self) -> int | None:
+        """The embedded server, found among this engine's descendants."""
+        for pid, words in descendants(self._process.pid).items():
+            if "kvstrata.server.main" in words:
+                return pid
+        return None
+
+    def kill(self) -> None:
+        """``kill -9`` of every process of the engine, but not of its embedded server.
+
+        Python's trackers of shared memory live on: they clean up after vLLM's own.
+        """
+        family = descendants(self._process.pid)
+        self._process.kill()
+        for pid, words in family.items():
+            if "kvstrata.server.main" not in words and "resource_tracker" not in words:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # noticed when the answer does not come
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _receive(self, timeout_seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_seconds
+        while b"\n" not in self._inbox:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([descriptor], [], [], left)[0]:
+                raise self._failed(f"no answer within {timeout_seconds} s")
+            data = os.read(descriptor, 1 << 20)
+            if not data:
+                raise self._failed("it has died")
+            self._inbox += data
+        line, _, self._inbox = self._inbox.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise self._failed(answer["error"])
+        return answer
+
+    def _failed(self, why: str) -> EngineFailed:
+        tail = self.log_text()[-_LOG_TAIL_BYTES:]
+        return EngineFailed(f"the engine: {why}\n--- the end of {self.log}\n{tail}")
+
+
+class CacheServer:
+    """A server that engines attach to."""
+
+    def __init__(self, config: Config, socket: Path, log: Path) -> None:
+        self.socket = socket
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "server", config_to_json(config), str(socket)],
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        self.pid = self._process.pid
+        wait_until(socket.exists, f"the server does not listen at {socket}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def report(self) -> CacheReport:
+        return report_of(self.socket)
+
+
+def report_of(socket: Path) -> CacheReport:
+    """What the server at *socket* says of itself."""
+    client = observe(socket, timeout_seconds=30.0)
+    try:
+        report = client.stats()
+    finally:
+        client.close()
+    assert report is not None
+    return report
+
+
+def embedded_report(engine_id: str) -> CacheReport:
+    return report_of(embedded_socket(engine_id))
+
+
+def wait_for_disk(engine_id: str) -> None:
+    """Until every block of the embedded server of *engine_id* is on disk."""
+
+    def settled() -> bool:
+        report = embedded_report(engine_id)
+        return not report.running_puts and not any(t.waiting_blocks for t in report.tiers)
+
+    wait_until(settled, "blocks do not reach the disk")
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str, *, seconds: float = 60.0) -> None:
+    """Until *condition* holds; fails with *otherwise* after *seconds*."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)  # the deadline above bounds the loop
+
+
+def server_answers(socket: Path) -> bool:
+    try:
+        observe(socket).close()
+    except ServerUnavailable:
+        return False
+    return True
+
+
+def descendants(pid: int) -> dict[int, list[str]]:
+    """Command lines of the children of *pid*, and of theirs."""
+    found = {child: words for child, (parent, words) in _processes() if parent == pid}
+    for child in list(found):
+        found |= descendants(child)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether *pid* runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in {"Z", "X"}
+
+
+def _processes() -> Iterator[tuple[int, tuple[int, list[str]]]]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            yield int(entry.name), (parent, words)
+
+
+def _as_json(each: Ask | Act) -> dict[str, Any]:
+    kind = {"kind": "ask"} if isinstance(each, Ask) else {}
+    return {**vars(each), **kind}
+
+
+# -- the child ---------------------------------------------------------------------------------
+
+
+class _Child:
+    """Executes the parent's commands on one ``LLM``."""
+
+    def __init__(self, commands: IO[str], answers: IO[str]) -> None:
+        from vllm import LLM
+
+        self._commands = commands
+        self._answers = answers
+        self._llm = LLM(**json.loads(commands.readline()))
+        self._engine = self._llm.llm_engine
+        self._say({"ready": True})
+
+    def serve(self) -> None:
+        for line in self._commands:
+            command = json.loads(line)
+            if command["do"] == "run":
+                self._say({"answers": self._run(command["todo"])})
+            elif command["do"] == "reset":
+                self._say({"done": self._engine.reset_prefix_cache()})
+            else:
+                self._say({"counters": self._counters()})
+
+    def _run(self, todo: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        todo = sorted(todo, key=lambda each: each["at_step"])
+        answers: dict[str, dict[str, Any]] = {}
+        arrived: dict[str, float] = {}
+        step = 0
+        while todo or self._engine.has_unfinished_requests():
+            if not self._engine.has_unfinished_requests():
+                step = max(step, todo[0]["at_step"])
+            while todo and todo[0]["at_step"] <= step:
+                self._begin(todo.pop(0), arrived)
+            if not self._engine.has_unfinished_requests():
+                continue
+            for output in self._engine.step():
+                answers[output.request_id] = {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "cached_tokens": output.num_cached_tokens or 0,
+                    "finish_reason": output.outputs[0].finish_reason,
+                    "seconds": time.monotonic() - arrived[output.request_id],
+                }
+            step += 1
+        return answers
+
+    def _begin(self, each: dict[str, Any], arrived: dict[str, float]) -> None:
+        if each["kind"] == "ask":
+            arrived[each["id"]] = time.monotonic()
+            self._add(each)
+        elif each["kind"] == "abort":
+            self._engine.abort_request([each["what"]])
+        elif each["kind"] == "call":
+            self._say({"call": each["what"]})
+            self._commands.readline()
+        else:
+            running = each["kind"] == "reset running"
+            # Raised by vLLM if device blocks are held after all requests were preempted.
+            with contextlib.suppress(Exception):
+                self._engine.reset_prefix_cache(reset_running_requests=running)
+
+    def _add(self, ask: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=ask["new_tokens"], temperature=0, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(ask["id"], {"prompt_token_ids": ask["prompt"]}, params)
+
+    def _counters(self) -> dict[str, float]:
+        counters: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if not isinstance(value := getattr(metric, "value", None), int | float):
+                continue
+            names = [metric.name, *(f"{metric.name}{{{v}}}" for v in metric.labels.values())]
+            for name in names:
+                counters[name] = counters.get(name, 0) + value
+        return counters
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+
+def _main() -> None:
+    if sys.argv[1:2] == ["server"]:
+        run_server(config_from_json(sys.argv[2]), Path(sys.argv[3]))
+        return
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print belongs to the log
+    _Child(sys.stdin, answers).serve()
+
+
+if __name__ == "__main__":
+    _main()
