@@ -15,6 +15,8 @@ from kvstrata.core.config import Config, config_from_json
 from kvstrata.core.errors import KVStrataError
 from kvstrata.server.server import Server
 
+_log = logging.getLogger(__name__)
+
 _LOG_FORMAT: Final = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 
@@ -39,6 +41,7 @@ def run_server(config: Config, path: Path, *, block_bytes: int | None = None) ->
     server = Server(config, path, block_bytes=block_bytes)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
+    _log.info("ready at %s", path)
     server.serve()
 
 

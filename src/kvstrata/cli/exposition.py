@@ -1,0 +1,73 @@
+"""Reports of servers in the Prometheus text format."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstrata.cli.servers import ServerView
+from kvstrata.manager.report import CacheReport
+from kvstrata.observe.metrics import CATALOGUE
+
+__all__ = ["exposition"]
+
+_LABEL: Final = re.compile(r"\{([^=}]+)=([^}]*)\}")
+
+
+def exposition(views: Iterable[ServerView]) -> str:
+    """Return counters of the catalogue and gauges of the tiers, with a label for the server."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Reports([(str(v.socket), v.report) for v in views if v.report]))
+    return generate_latest(registry).decode()
+
+
+class _Reports(Collector):
+    def __init__(self, reports: list[tuple[str, CacheReport]]) -> None:
+        self._reports = reports
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._counters()
+        yield from self._gauges()
+
+    def _counters(self) -> Iterator[Metric]:
+        for metric in CATALOGUE:
+            name = metric.name.removesuffix("_total")
+            family = CounterMetricFamily(name, metric.help, labels=["server", *metric.labels])
+            for socket, report in self._reports:
+                for sample, value in report.counters.items():
+                    if sample.partition("{")[0] == metric.name:
+                        labels = dict(_LABEL.findall(sample))
+                        values = [labels.get(label, "") for label in metric.labels]
+                        family.add_metric([socket, *values], value)
+            yield family
+
+    def _gauges(self) -> Iterator[Metric]:
+        by_tier = ["server", "tier"]
+        capacity = GaugeMetricFamily(
+            "kvstrata_tier_capacity_bytes", "Bytes that a tier can hold.", labels=by_tier
+        )
+        used = GaugeMetricFamily(
+            "kvstrata_tier_used_bytes", "Bytes of blocks in a tier.", labels=by_tier
+        )
+        waiting = GaugeMetricFamily(
+            "kvstrata_tier_waiting_blocks", "Blocks still to be written there.", labels=by_tier
+        )
+        off = GaugeMetricFamily(
+            "kvstrata_tier_switched_off", "1 while its circuit breaker is open.", labels=by_tier
+        )
+        running = GaugeMetricFamily(
+            "kvstrata_running_tasks", "Loads and saves in flight.", labels=["server", "kind"]
+        )
+        for socket, report in self._reports:
+            for tier in report.tiers:
+                where = [socket, tier.tier]
+                capacity.add_metric(where, tier.capacity_blocks * tier.block_bytes)
+                used.add_metric(where, tier.used_blocks * tier.block_bytes)
+                waiting.add_metric(where, tier.waiting_blocks)
+                off.add_metric(where, int(tier.switched_off))
+            running.add_metric([socket, "load"], report.running_gets)
+            running.add_metric([socket, "save"], report.running_puts)
+        yield from (capacity, used, waiting, off, running)

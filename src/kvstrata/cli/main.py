@@ -1,0 +1,44 @@
+"""The program `kvstrata`. Commands import what they need when they run, so that help is quick."""
+
+from typing import Annotated
+
+import typer
+
+from kvstrata import __version__
+from kvstrata.cli.demo import demo
+from kvstrata.cli.doctor import doctor
+from kvstrata.cli.inspect import inspect
+from kvstrata.cli.serve import serve
+from kvstrata.cli.server import server
+from kvstrata.cli.stats import stats
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="kvstrata",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.command()(server)
+app.command()(stats)
+app.command()(inspect)
+app.command()(doctor)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvstrata {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvstrata(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keep the KV cache of LLM inference alive below device memory and give it back."""

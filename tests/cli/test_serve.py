@@ -1,0 +1,236 @@
+import json
+import os
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstrata.cli import serve as serve_module
+from kvstrata.cli.main import app
+from kvstrata.core.config import Config
+from kvstrata.core.load import load_config
+
+PLENTY = str(10**15)
+
+
+@pytest.fixture(autouse=True)
+def _vllm_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("KVSTRATA_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(serve_module, "vllm_command", lambda model: ["/bin/vllm", "serve", model])
+
+
+def printed(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
+    assert result.exit_code == 0, result.stderr
+    return shlex.split(result.stdout)
+
+
+def transfer_config(*arguments: str) -> dict[str, object]:
+    command = printed(*arguments)
+    assert command[-2] == "--kv-transfer-config"
+    parsed: dict[str, object] = json.loads(command[-1])
+    return parsed
+
+
+def settings(*arguments: str) -> Config:
+    """The configuration that the engine will load."""
+    extra = transfer_config(*arguments)["kv_connector_extra_config"]
+    assert isinstance(extra, dict)
+    return load_config(extra)
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *arguments, "--dry-run"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    return result.stderr
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def test_the_connector_is_named_with_its_module_and_recomputes_after_failed_loads() -> None:
+    assert transfer_config("model", "--host-size", "1MiB") == {
+        "kv_connector": "KVStrataConnector",
+        "kv_connector_module_path": "kvstrata.integration.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"tiers": [{"kind": "host", "capacity": 2**20}]},
+    }
+
+
+def test_unknown_options_go_to_vllm_unchanged_and_in_order() -> None:
+    given = ["--host", "0.0.0.0", "-tp", "2", "--max-model-len=8192", "--enforce-eager", "-O3"]
+    command = printed("model", *given)
+    assert command[:3] == ["/bin/vllm", "serve", "model"]
+    assert command[3:-2] == given
+
+
+def test_after_a_double_dash_an_option_is_vllms() -> None:
+    result = CliRunner().invoke(app, ["serve", "model", "--dry-run", "--", "--config", "a.yaml"])
+    assert shlex.split(result.stdout)[3:5] == ["--config", "a.yaml"]
+
+
+def test_role() -> None:
+    assert transfer_config("model", "--role", "kv_consumer")["kv_role"] == "kv_consumer"
+    assert CliRunner().invoke(app, ["serve", "model", "--role", "both"]).exit_code == 2
+
+
+def test_the_command_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr("os.execv", lambda path, argv: executed.append((path, argv)))
+    CliRunner().invoke(app, ["serve", "model", "--host-size", "1MiB"])
+    ((path, argv),) = executed
+    assert (path, argv[:3]) == ("/bin/vllm", ["/bin/vllm", "serve", "model"])
+
+
+# --- settings --------------------------------------------------------------------------------
+
+
+def test_host_size_and_disk(tmp_path: Path) -> None:
+    found = settings("model", "--host-size", "2MiB", "--disk", f"{tmp_path}/kv:3MiB")
+    assert found.host_tier.capacity == 2 * 2**20
+    assert found.disk_tier is not None
+    assert (found.disk_tier.path, found.disk_tier.capacity) == (tmp_path / "kv", 3 * 2**20)
+
+
+def test_an_option_replaces_its_tier_and_leaves_the_other_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvstrata.yaml"
+    file.write_text(f"tiers: host:1MiB | disk:{tmp_path}/kv:2MiB\nload_timeout_seconds: 7\n")
+    found = settings("model", "--config", str(file), "--host-size", "3MiB")
+    assert found.host_tier.capacity == 3 * 2**20
+    assert found.disk_tier is not None
+    assert found.disk_tier.capacity == 2 * 2**20
+    assert found.load_timeout_seconds == 7
+
+
+def test_relative_paths_mean_the_directory_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("tokens_per_block: 128\n")
+    arguments = ["model", "--config", "a.yaml", "--host-size", "1MiB", "--disk", "kv:2MiB"]
+    monkeypatch.delenv("PWD", raising=False)
+    found = settings(*arguments)
+    assert found.tokens_per_block == 128
+    assert found.disk_tier is not None
+    assert found.disk_tier.path == tmp_path / "kv"
+
+
+def test_attach_names_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        found = settings("model", "--attach", str(path))
+    assert (found.server, found.socket) == ("attached", path)
+
+
+def test_a_server_that_is_not_there_yet_is_a_warning(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", "m", "--attach", f"{tmp_path}/s", "--dry-run"])
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"warning: no server answers at {tmp_path}/s")
+
+
+# --- mistakes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_role=kv_both"],
+)
+def test_a_transfer_config_of_the_users_own_is_refused_with_the_remedy(argument: str) -> None:
+    message = refused("model", argument, "{}")
+    assert "--kv-transfer-config is what 'kvstrata serve' writes itself" in message
+    assert "hint: take it away and use --host-size" in message
+
+
+def test_the_model_comes_first() -> None:
+    assert "the model comes first" in refused("--max-model-len", "4096", "model")
+
+
+def test_attach_and_tiers_contradict_each_other() -> None:
+    message = refused("model", "--attach", "/tmp/s", "--host-size", "1GiB")
+    assert "give --host-size and --disk to 'kvstrata server'" in message
+
+
+def test_a_host_tier_larger_than_memory() -> None:
+    message = refused("model", "--host-size", PLENTY)
+    assert "the host tier wants 909.5 TiB" in message
+    assert "hint: lower the capacity of the host tier" in message
+
+
+def test_a_disk_tier_larger_than_the_disk(tmp_path: Path) -> None:
+    message = refused("model", "--disk", f"{tmp_path}/kv:{PLENTY}")
+    assert "the disk tier wants 909.5 TiB" in message
+
+
+def test_a_disk_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    assert "kv is not a directory" in refused("model", "--disk", f"{tmp_path}/kv:1MiB")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_disk_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o500)
+    assert "may not write in" in refused("model", "--disk", f"{tmp_path}/kv:1MiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host-size", "8XB"], "--host-size: '8XB' has an unknown unit 'XB'"),
+        (["--host-size", "0"], "--host-size: '0' is not between 1 byte"),
+        (["--disk", "/var/cache/kv"], "is not a path and a size"),
+        (["--disk", "/var/cache/kv:much"], "--disk: 'much' is not a number of bytes"),
+        (["--config", "/nowhere.yaml"], "cannot read the file /nowhere.yaml"),
+    ],
+)
+def test_wrong_values_are_named_with_their_option(arguments: list[str], message: str) -> None:
+    assert message in refused("model", *arguments)
+
+
+def test_a_misspelt_setting_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTRATA_TEIRS", "host:1GiB")
+    assert "did you mean KVSTRATA_TIERS?" in refused("model")
+
+
+def test_a_misspelt_setting_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("token_per_block: 64\n")
+    message = refused("model", "--config", str(file))
+    assert f"(from file {file})" in message
+    assert "did you mean tokens_per_block?" in message
+
+
+# --- which program ---------------------------------------------------------------------------
+
+
+class TestVllmCommand:
+    @pytest.fixture(autouse=True)
+    def _program(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()  # the replacement of vllm_command
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+        self.folder = tmp_path
+        self.patch = monkeypatch
+
+    def test_the_program_beside_the_interpreter(self) -> None:
+        (self.folder / "vllm").write_text("")
+        self.patch.setattr("importlib.metadata.version", lambda name: "0.32.0")
+        assert serve_module.vllm_command("m") == [f"{self.folder}/vllm", "serve", "m"]
+
+    def test_the_module_where_the_program_is_missing(self) -> None:
+        self.patch.setattr("importlib.metadata.version", lambda name: "0.32.0")
+        command = serve_module.vllm_command("m")
+        assert command[:2] == [f"{self.folder}/python", "-m"]
+        assert command[-2:] == ["--model", "m"]
+
+    def test_without_vllm_the_remedy_is_to_install_it(self) -> None:
+        self.patch.setattr("importlib.util.find_spec", lambda name: None)
+        result = CliRunner().invoke(app, ["serve", "m", "--host-size", "1MiB", "--dry-run"])
+        assert result.exit_code == 2
+        assert "hint: pip install 'kvstrata[vllm]'" in result.stderr

@@ -1,0 +1,198 @@
+import json
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.cli.processes import kvstrata, running, until
+
+from kvstrata.core.types import BLOCK_KEY_BYTES
+from kvstrata.server import protocol as p
+from kvstrata.server.client import ManagerClient
+
+BLOCK_BYTES = 65536
+NAMESPACE = b"n" * 16
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A short path: one of a socket holds 107 bytes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+@contextmanager
+def serving(place: Path, *arguments: str) -> Iterator[Path]:
+    path, log = place / "s.sock", place / "server.log"
+    with running("server", "--socket", str(path), *arguments, log=log) as process:
+        until(lambda: "ready" in log.read_text() or process.poll() is not None, 30, log)
+        assert process.poll() is None, log.read_text()
+        yield path
+    assert process.returncode == 0, log.read_text()
+
+
+@contextmanager
+def engine_with_worker(path: Path) -> Iterator[ManagerClient]:
+    """An engine that has told its block size, with its one worker attached."""
+    hello = p.Hello(0, p.PROTOCOL_VERSION, "engine", "session-1", BLOCK_BYTES)
+    worker_hello = p.Hello(0, p.PROTOCOL_VERSION, "worker", "session-1", BLOCK_BYTES)
+    with closing(ManagerClient(path, hello)) as engine:
+        engine.wait_welcome(10)
+        with closing(ManagerClient(path, worker_hello)) as worker:
+            worker.wait_welcome(10)
+            mapped = worker.submit(p.Mapped(0))
+            while mapped.reply is None:
+                worker.poll(10)
+            engine.register_namespace(NAMESPACE, {"model": "tiny", "dtype": "float32"})
+            yield engine
+
+
+def printed(*arguments: str) -> str:
+    result = kvstrata(*arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def save(engine: ManagerClient, blocks: int) -> list[bytes]:
+    keys = [secrets.token_bytes(BLOCK_KEY_BYTES) for _ in range(blocks)]
+    task = engine.put_match(NAMESPACE, keys)
+    engine.launch([task.task_id])
+    engine.complete([task.task_id])
+    engine.ping()
+    return keys
+
+
+def test_stats_and_inspect_show_what_an_engine_has_saved_and_found(place: Path) -> None:
+    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
+        keys = save(engine, 3)
+        found = engine.get_match(NAMESPACE, [*keys, b"x" * BLOCK_KEY_BYTES])
+        engine.launch([found.task_id])
+        engine.complete([found.task_id])
+        engine.ping()
+        stats = printed("stats", "--socket", str(path), "--json")
+        shown = printed("stats", "--socket", str(path))
+        exposed = printed("stats", "--socket", str(path), "--prometheus")
+        inspected = printed("inspect", "--socket", str(path))
+        as_json = printed("inspect", "--socket", str(path), "--json")
+
+    (server,) = json.loads(stats)["servers"]
+    assert server["socket"] == str(path)
+    report = server["report"]
+    (host,) = report["tiers"]
+    assert (host["tier"], host["used_blocks"], host["block_bytes"]) == ("host", 3, BLOCK_BYTES)
+    assert report["counters"]["kvstrata_lookup_blocks_total{tier=host}"] == 3
+    assert report["counters"]["kvstrata_lookup_blocks_total{tier=none}"] == 1
+    assert report["counters"]["kvstrata_saved_blocks_total"] == 3
+
+    assert "192.0 KiB" in shown
+    assert "looked up, found in host memory" in shown
+    assert "saved by engines" in shown
+
+    samples = {
+        (sample.name, sample.labels.get("tier", "")): (sample.value, sample.labels["server"])
+        for family in text_string_to_metric_families(exposed)
+        for sample in family.samples
+    }
+    expected = {
+        ("kvstrata_lookup_blocks_total", "host"): (3.0, str(path)),
+        ("kvstrata_tier_used_bytes", "host"): (3.0 * BLOCK_BYTES, str(path)),
+    }
+    assert samples.items() >= expected.items()
+
+    assert NAMESPACE.hex() in inspected
+    assert "model: tiny" in inspected
+    assert "1 of 1" in inspected
+    (server,) = json.loads(as_json)["servers"]
+    (namespace,) = server["report"]["namespaces"]
+    assert (namespace["blocks"], namespace["host_blocks"]) == (3, 3)
+    assert server["report"]["engines"] == [
+        {"session": "session-1", "workers": [0], "world_size": 1}
+    ]
+
+
+def test_without_a_socket_every_live_server_of_the_user_is_shown(place: Path) -> None:
+    from kvstrata.server.sockets import runtime_directory
+
+    directory = runtime_directory()
+    assert directory.parent == place
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "dead.sock"))
+    nobody = kvstrata("stats")
+    assert nobody.returncode == 1
+    assert f"no cache server is running in {directory}" in nobody.stderr
+    with serving(place, "--host-size", "1MiB") as path:
+        (directory / "live.sock").symlink_to(path)
+        (server,) = json.loads(kvstrata("stats", "--json").stdout)["servers"]
+        shown = kvstrata("inspect")
+    assert server == {"socket": str(directory / "live.sock"), "report": None}
+    assert "waits for its first engine" in shown.stdout
+
+
+def test_a_disk_tier_survives_a_restart_of_the_server(place: Path) -> None:
+    arguments = ["--host-size", "2MiB", "--disk", f"{place}/kv:4MiB", "--block-bytes", "64KiB"]
+    with serving(place, *arguments) as path, engine_with_worker(path) as engine:
+        save(engine, 5)
+    with serving(place, *arguments) as path:
+        shown = json.loads(kvstrata("stats", "--socket", str(path), "--json").stdout)
+        inspected = kvstrata("inspect", "--socket", str(path))
+    host, disk = shown["servers"][0]["report"]["tiers"]
+    assert (host["used_blocks"], disk["used_blocks"]) == (0, 5)
+    assert "not in use since this server started" in inspected.stdout
+
+
+def test_settings_may_come_from_a_file(place: Path) -> None:
+    file = place / "a.yaml"
+    file.write_text(f"tiers: host:1MiB | disk:{place}/kv:2MiB\n")
+    with serving(place, "--config", str(file), "--block-bytes", "64KiB") as path:
+        shown = json.loads(kvstrata("stats", "--socket", str(path), "--json").stdout)
+    host, disk = shown["servers"][0]["report"]["tiers"]
+    assert (host["capacity_blocks"], disk["capacity_blocks"]) == (
+        16,
+        30,
+    )  # the journal takes its part
+
+
+# --- mistakes --------------------------------------------------------------------------------
+
+
+def refused(*arguments: str, env: dict[str, str] | None = None) -> str:
+    result = kvstrata("server", *arguments, env=env)
+    assert result.returncode == 2, result
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_a_socket_in_use_is_refused(place: Path) -> None:
+    with serving(place, "--host-size", "1MiB") as path:
+        message = refused("--socket", str(path), "--host-size", "1MiB")
+    assert f"a server is running at {path} already" in message
+
+
+def test_wrong_settings_end_the_server_with_2(place: Path) -> None:
+    path = str(place / "s.sock")
+    assert "--socket" in refused("--host-size", "1MiB")
+    assert "the host tier wants" in refused("--socket", path, "--host-size", "900TiB")
+    assert "the path is" in refused("--socket", "/tmp/" + "x" * 200)
+    assert "cannot listen at" in refused("--socket", f"{place}/none/s", "--host-size", "1MiB")
+    assert "did you mean KVSTRATA_SOCKET?" in refused(
+        "--socket", path, env={"KVSTRATA_SOKCET": "x"}
+    )
+    contradictory = {"KVSTRATA_LOOKUP_WAIT_SECONDS": "3"}
+    assert "longer than lookup_timeout_seconds" in refused("--socket", path, env=contradictory)
+    small = ["--socket", path, "--host-size", "1KiB", "--block-bytes", "64KiB"]
+    assert "block" in refused(*small)
+    assert not (place / "s.sock").exists()
+
+
+def test_stats_of_a_socket_where_nobody_answers(place: Path) -> None:
+    result = kvstrata("stats", "--socket", str(place / "none.sock"))
+    assert result.returncode == 1
+    assert "no server answers at" in result.stderr
+
+
+def test_two_formats_at_once_are_refused() -> None:
+    assert kvstrata("stats", "--json", "--prometheus").returncode == 2
