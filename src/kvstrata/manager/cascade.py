@@ -8,7 +8,7 @@ from typing import Final
 
 from kvstrata.core.config import DiskTier
 from kvstrata.core.errors import TierUnavailable
-from kvstrata.core.types import NamespaceId, Read, Write
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.index.prefix_index import Entry
 from kvstrata.manager.report import TierReport
 from kvstrata.manager.residency import Residency
@@ -43,6 +43,8 @@ class Cascade:
         self._block_bytes = disk.statistics().block_bytes
         self._store = BreakerStore(disk)
         self._write_lock = threading.Lock()  # held while a batch is on its way to disk
+        self._owed_removals: list[StoreKey] = []  # left the index, and the disk refused to hear it
+        self._owed_drops: list[NamespaceId] = []
         cache.restore(disk.blocks())
         self._transfer = TransferEngine(
             self._store, self._write_some, block_bytes=self._block_bytes
@@ -65,9 +67,13 @@ class Cascade:
         )
 
     def forget(self, namespace: NamespaceId) -> None:
-        """Drop the blocks of *namespace*, durably, after any batch that may still hold some."""
+        """Drop the blocks of *namespace*, durably, after any batch that may still hold some.
+
+        On ``TierUnavailable`` it is done later, before anything else is written.
+        """
         with self._write_lock:
-            self._disk.drop_namespace(namespace)
+            self._owed_drops.append(namespace)
+            self._pay_drops()
 
     def report(self) -> TierReport:
         size = self._disk.statistics()
@@ -83,14 +89,18 @@ class Cascade:
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until all of host memory is on disk too; whether that was so in time."""
         deadline = time.monotonic() + timeout_seconds
-        while True:
-            with self._write_lock, self._lock:
-                if not self._cache.unwritten:
-                    return True
+        while self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                with self._lock:
+                    if not self._cache.unwritten and not self._owed_drops:
+                        return True
+            finally:
+                self._write_lock.release()
             if time.monotonic() > deadline:
                 return False
             self._transfer.wake()
             time.sleep(_DRAIN_POLL_SECONDS)  # lets the writer have its lock
+        return False
 
     def close(self, timeout_seconds: float) -> None:
         """Write what is not on disk yet, *timeout_seconds* long at most, and let the disk go."""
@@ -102,28 +112,46 @@ class Cascade:
     def _write_some(self) -> bool:
         """Write a batch of blocks; whether there may be more. On the writer thread."""
         with self._write_lock:
+            try:
+                self._pay_drops()
+            except TierUnavailable as e:
+                _log.warning("dropping a namespace from disk failed: %s", e)
+                return False
             with self._lock:
                 batch = self._cache.next_unwritten(max(1, _WRITE_BATCH_BYTES // self._block_bytes))
                 victims = self._cache.make_disk_room(len(batch))
             if not batch:
                 return False
+            self._owed_removals += [entry.key for entry in victims]
+            writes: list[Write] = []
             try:
-                writes = self._write(batch, victims)
+                writes = self._write(batch)
             except TierUnavailable as e:
                 _log.warning("writing %d blocks to disk failed: %s", len(batch), e)
-                with self._lock:
-                    for entry in batch:
-                        self._cache.write_later(entry)
                 return False
+            finally:
+                if not writes:
+                    self._write_later(batch)
             with self._lock:
                 for entry, write in zip(batch, writes, strict=True):
                     self._cache.written(entry, stored=write is not Write.FULL)
         self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED))
         return True
 
-    def _write(self, batch: Sequence[Entry], victims: Sequence[Entry]) -> list[Write]:
-        if victims:
-            self._store.remove([entry.key for entry in victims])
+    def _pay_drops(self) -> None:
+        while self._owed_drops:
+            self._disk.drop_namespace(self._owed_drops[-1])
+            self._owed_drops.pop()
+
+    def _write_later(self, batch: Sequence[Entry]) -> None:
+        with self._lock:
+            for entry in batch:
+                self._cache.write_later(entry)
+
+    def _write(self, batch: Sequence[Entry]) -> list[Write]:
+        if self._owed_removals:
+            self._store.remove(self._owed_removals)
+            self._owed_removals.clear()
         return self._store.write(
             [entry.key for entry in batch],
             [entry.parent.key if entry.parent else None for entry in batch],
@@ -131,5 +159,5 @@ class Cascade:
         )
 
 
-def open_disk(tier: DiskTier, *, block_bytes: int) -> DiskStore:
+def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
     return DiskStore(tier.path, block_bytes=block_bytes, capacity_bytes=tier.capacity)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvstrata.core.config import Config
+from kvstrata.core.errors import InvariantViolated, KVStrataError
 from kvstrata.core.limits import check_host_capacity, resolve_host_capacity
 from kvstrata.core.types import BlockKey, NamespaceId, Read, StoreKey
 from kvstrata.index.prefix_index import NO_SLOT, Entry
@@ -15,7 +16,7 @@ from kvstrata.manager.cascade import Cascade, open_disk
 from kvstrata.manager.report import CacheReport, TierReport
 from kvstrata.manager.residency import Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
-from kvstrata.manager.tasks import FINAL, GetTask, PutTask, TaskEvent, TaskState, TaskStatus, step
+from kvstrata.manager.tasks import GetTask, PutTask, TaskEvent, TaskState, TaskStatus, step
 from kvstrata.observe import metrics
 from kvstrata.storage.host import HostMemory
 
@@ -44,10 +45,14 @@ class KVManager:
         self._lease_seconds = _LEASE_SECONDS + config.load_timeout_seconds
         host_bytes = resolve_host_capacity(config.host_tier)
         check_host_capacity(host_bytes)
-        disk = open_disk(config.disk_tier, block_bytes=block_bytes) if config.disk_tier else None
         self._memory = HostMemory(
             capacity_bytes=host_bytes, block_bytes=block_bytes, server_id=self.server_id
         )
+        try:
+            disk = open_disk(config.disk_tier, block_bytes) if config.disk_tier else None
+        except KVStrataError:
+            self._memory.close()
+            raise
         self._cache = Residency(
             self._memory,
             self.counters,
@@ -62,7 +67,8 @@ class KVManager:
         self._settled: dict[int, Settled] = {}
         self._reserved: set[StoreKey] = set()  # keys of running puts
         self._promotions: dict[StoreKey, tuple[Entry, int]] = {}  # with the slots that they fill
-        self._next_task = 1
+        # An engine outlives its server, with tasks of the old one in flight: ids do not come again.
+        self._next_task = (1 + secrets.randbits(20)) << 32
         if config.prefault:
             threading.Thread(target=self._prefault, name="kvstrata-prefault", daemon=True).start()
 
@@ -168,6 +174,7 @@ class KVManager:
                     if slot is None:
                         shed = len(store_keys) - i
                         break
+                    self._reserved.add(key)
                     task.keys.append(key)
                     task.parents.append(above[i])
                     task.slots.append(slot)
@@ -180,29 +187,25 @@ class KVManager:
                 return TaskStatus(0, TaskState.FAILED if shed else TaskState.DONE)
             self._next_task += 1
             self._puts[task.task_id] = task
-            self._reserved.update(task.keys)
             return self._status_of_put(task)
 
     def launch(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these tasks begin. Unknown tasks, and those of others, are passed over."""
         with self._lock:
-            for task in self._owned(task_ids, owner):
-                task.state = step(task.state, TaskEvent.LAUNCH)
+            for task, state in self._moved(task_ids, owner, TaskEvent.LAUNCH):
+                task.state = state
                 if isinstance(task, GetTask):
                     task.deadline = time.monotonic() + self._lease_seconds
 
     def complete(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these running tasks have succeeded: saved blocks can be found from now."""
         with self._lock:
-            for task in self._owned(task_ids, owner):
-                state = step(task.state, TaskEvent.COMPLETE)
+            for task, state in self._moved(task_ids, owner, TaskEvent.COMPLETE):
                 if isinstance(task, GetTask):
                     self.counters.add(metrics.LOADED_BLOCKS, len(self._ready_slots(task)))
                     self._end_get(task, state)
                 else:
                     self._publish(task)
-        if self._cascade:
-            self._cascade.wake()
 
     def fail(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these tasks have failed and have ended.
@@ -210,8 +213,7 @@ class KVManager:
         A block whose load failed is dropped from host memory: there is a doubt about it.
         """
         with self._lock:
-            for task in self._owned(task_ids, owner):
-                state = step(task.state, TaskEvent.FAIL)
+            for task, state in self._moved(task_ids, owner, TaskEvent.FAIL):
                 if isinstance(task, PutTask):
                     for slot in self._end_put(task, state):
                         self._cache.release_slot(slot)
@@ -225,8 +227,7 @@ class KVManager:
     def cancel(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """Give up tasks that are not running. The caller vouches that nobody will copy for them."""
         with self._lock:
-            for task in self._owned(task_ids, owner):
-                state = step(task.state, TaskEvent.CANCEL)
+            for task, state in self._moved(task_ids, owner, TaskEvent.CANCEL):
                 if isinstance(task, GetTask):
                     self._end_get(task, state)
                 else:
@@ -280,7 +281,8 @@ class KVManager:
     def reset(self, namespace: NamespaceId) -> int:
         """Forget every block of *namespace*, on disk durably so; how many there were.
 
-        Blocks that are being saved at this moment will not become visible.
+        Blocks that are being saved at this moment will not become visible. On ``TierUnavailable``
+        none is found either, but it could be after a restart; the drop is tried until it succeeds.
         """
         with self._lock:
             for put in self._puts.values():
@@ -418,6 +420,8 @@ class KVManager:
         self.counters.add(metrics.SAVED_BLOCKS, 0 if task.stale else len(task.keys))
         del self._puts[task.task_id]
         self._remember(task.task_id, TaskState.DONE)
+        if self._cascade:
+            self._cascade.wake()
 
     def _end_get(self, task: GetTask, state: TaskState) -> None:
         for entry in task.entries:
@@ -439,10 +443,27 @@ class KVManager:
             del self._ended[next(iter(self._ended))]
         self._lock.notify_all()
 
-    def _owned(self, task_ids: Sequence[int], owner: int) -> list[GetTask | PutTask]:
-        """The unfinished tasks of *owner* among *task_ids*: late news of others means nothing."""
-        tasks = (self._gets.get(task_id) or self._puts.get(task_id) for task_id in task_ids)
-        return [task for task in tasks if task and task.owner == owner and task.state not in FINAL]
+    def _moved(
+        self, task_ids: Sequence[int], owner: int, event: TaskEvent
+    ) -> Iterator[tuple[GetTask | PutTask, TaskState]]:
+        """The tasks of *owner* among *task_ids* and their states after *event*.
+
+        Late news, of ended tasks or of others', mean nothing. News that a task cannot take raise
+        ``InvariantViolated``, but only once the others are done.
+        """
+        refused: InvariantViolated | None = None
+        for task_id in task_ids:
+            task = self._gets.get(task_id) or self._puts.get(task_id)
+            if task is None or task.owner != owner:
+                continue
+            try:
+                state = step(task.state, event)
+            except InvariantViolated as e:
+                refused = refused or e
+                continue
+            yield task, state
+        if refused is not None:
+            raise refused
 
     def _ready_slots(self, task: GetTask) -> list[int]:
         slots = []

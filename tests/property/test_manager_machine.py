@@ -1,0 +1,426 @@
+"""Random use of a cache by several engines: no byte is wrong, no slot is lost or used twice.
+
+The bytes of a block are a function of its key, so what a lease must hold is known without a model
+of the tiers. Which blocks are found is known exactly where nothing has to leave (*roomy*); where
+eviction is constant it is bounded: nothing is found that was not saved.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.caches import (
+    ALICE,
+    BLOCK_BYTES,
+    BOB,
+    PATIENCE_SECONDS,
+    config,
+    content,
+    contents,
+    eventually,
+    keys,
+    write,
+)
+
+from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskState, TaskStatus
+
+namespaces = st.sampled_from([ALICE, ALICE, BOB])
+goes_on = st.sampled_from(["complete", "complete", "complete", "stay", "launch", "fail", "cancel"])
+prompts = [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0, 0), (1, 1, 0)]
+paths = st.builds(lambda prompt, end: prompt[:end], st.sampled_from(prompts), st.integers(1, 4))
+# What is there to be chosen from depends on how far the disk has come, so numbers are drawn.
+picks = st.integers(0, 11)
+Path_ = tuple[int, ...]
+T = TypeVar("T")
+
+
+def pick(some: Sequence[T], number: int) -> T:
+    return some[number % len(some)]
+
+
+@dataclass
+class Engine:
+    owner: int
+    worker: int
+    session: str
+
+
+@dataclass
+class Held:
+    """A task that runs, as its client sees it."""
+
+    status: TaskStatus
+    owner: int
+    namespace: NamespaceId
+    keys: list[BlockKey]
+    launched: bool = False
+    stale: bool = False  # put: its namespace was reset
+
+    @property
+    def task_id(self) -> int:
+        return self.status.task_id
+
+
+@dataclass
+class Quarantine:
+    """Slots whose engine has died: its workers may still write there."""
+
+    slots: list[int]
+    writers: set[int] = field(default_factory=set)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.saved: set[tuple[NamespaceId, BlockKey]] = set()
+        self.alive = False
+
+    @initialize(roomy=st.booleans(), disk_slots=st.sampled_from([0, 2, 4, 8]))
+    def start(self, roomy: bool, disk_slots: int) -> None:
+        self.roomy = roomy
+        self.slots = 64 if roomy else 5
+        self.disk_slots = (64 if disk_slots else 0) if roomy else disk_slots
+        self.sessions = 0
+        self.open()
+
+    def open(self) -> None:
+        disk = self.root / "disk" if self.disk_slots else None
+        self.manager = KVManager(config(self.slots, disk, self.disk_slots), block_bytes=BLOCK_BYTES)
+        self.manager.memory.mapping.data[:] = 0xEE
+        self.alive = True
+        self.engines: list[Engine] = []
+        self.gets: list[Held] = []
+        self.puts: list[Held] = []
+        self.ended: list[tuple[int, int]] = []  # task, owner
+        self.quarantines: list[Quarantine] = []
+        self.generations: dict[int, int] = {}  # of each slot, when it was last reserved
+        self.connect()
+        self.connect()
+
+    # -- engines -----------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        if len(self.engines) == 3:
+            return
+        self.sessions += 1
+        session = f"e{self.sessions}"
+        engine = self.manager.connect_engine(session, 1)
+        assert self.manager.get_match(ALICE, keys(0), owner=engine) == TaskStatus(
+            0, TaskState.FAILED
+        )
+        self.engines.append(Engine(engine, self.manager.connect_worker(session, 0), session))
+
+    @rule(
+        who=picks,
+        worker_first=st.booleans(),
+        namespace=namespaces,
+        what=st.sampled_from(["nothing"] * 5 + ["connect", "dies", "dies", "reset", "restart"]),
+    )
+    def upheaval(self, who: int, worker_first: bool, namespace: NamespaceId, what: str) -> None:
+        if what == "connect":
+            self.connect()
+        elif what == "dies":
+            self.engine_dies(pick(self.engines, who), worker_first)
+        elif what == "reset":
+            self.reset(namespace)
+        elif what == "restart":
+            self.restart()
+
+    def engine_dies(self, engine: Engine, worker_first: bool) -> None:
+        self.engines.remove(engine)
+        if worker_first:
+            self.manager.disconnect(engine.worker)
+        self.manager.disconnect(engine.owner)
+        slots = [s for put in self.puts if put.owner == engine.owner for s in put.status.slots]
+        for held in (self.gets, self.puts):
+            self.ended += [(h.task_id, h.owner) for h in held if h.owner == engine.owner]
+            held[:] = [h for h in held if h.owner != engine.owner]
+        if not worker_first:
+            self.quarantines.append(Quarantine(slots, {engine.worker}))
+        if not self.engines:
+            self.connect()
+
+    @rule(which=picks)
+    def late_worker_writes_and_goes(self, which: int) -> None:
+        """Until it has gone nobody else may have its slots, so its bytes hurt nobody."""
+        if not self.quarantines:
+            return
+        quarantine = pick(self.quarantines, which)
+        for slot in quarantine.slots:
+            self.manager.view(slot)[:] = b"\xdd" * BLOCK_BYTES
+        self.bytes_are_right()
+        self.quarantines.remove(quarantine)
+        for worker in quarantine.writers:
+            self.manager.disconnect(worker)
+
+    # -- gets --------------------------------------------------------------------------------
+
+    @rule(whole=st.lists(st.tuples(st.booleans(), namespaces, paths), min_size=1, max_size=6))
+    def traffic(self, whole: list[tuple[bool, NamespaceId, Path_]]) -> None:
+        """Prompts that are looked up or saved, and done with at once: what keeps tiers turning."""
+        for is_put, namespace, path in whole:
+            if is_put:
+                self.put_match(self.engines[0], namespace, keys(*path), None, "complete")
+            else:
+                self.get_match(self.engines[0], namespace, keys(*path), "complete")
+
+    @rule(who=picks, namespace=namespaces, path=paths, then=goes_on)
+    def get(self, who: int, namespace: NamespaceId, path: Path_, then: str) -> None:
+        self.get_match(pick(self.engines, who), namespace, keys(*path), then)
+
+    def get_match(
+        self, engine: Engine, namespace: NamespaceId, asked: list[BlockKey], then: str
+    ) -> None:
+        status = self.manager.get_match(namespace, asked, owner=engine.owner)
+        expected = self.findable(namespace, asked)
+        assert status.matched_blocks <= expected
+        if self.roomy:
+            assert status.matched_blocks == expected
+        if not status.task_id:
+            assert status == TaskStatus(0, TaskState.DONE)
+            return
+        held = Held(status, engine.owner, namespace, asked)
+        self.gets.append(held)
+        assert (status.state is TaskState.READY) == (len(status.slots) == status.matched_blocks)
+        self.get_step(held, then)
+
+    def arrive(self, held: Held) -> None:
+        found = self.manager.wait([held.task_id], PATIENCE_SECONDS)[held.task_id]
+        assert found.state in {TaskState.READY, TaskState.RUNNING}
+        assert len(found.slots) <= held.status.matched_blocks
+        if not any(state for state in (held.launched, held.stale)) and self.roomy:
+            assert len(found.slots) == held.status.matched_blocks
+        held.status = found
+
+    @rule(which=picks, then=goes_on)
+    def get_goes_on(self, which: int, then: str) -> None:
+        if self.gets:
+            self.get_step(pick(self.gets, which), then)
+
+    def get_step(self, held: Held, how: str) -> None:
+        if how == "stay" or (how == "cancel" and held.launched):
+            return
+        self.arrive(held)
+        task, owner = [held.task_id], held.owner
+        if how in {"launch", "complete"} and not held.launched:
+            self.manager.launch(task, owner=owner)
+            held.launched = True
+        if how == "complete":
+            self.manager.complete(task, owner=owner)
+        elif how == "fail":
+            self.manager.fail(task, owner=owner)
+            self.doubt(held)
+        elif how == "cancel":
+            self.manager.cancel(task, owner=owner)
+        if how != "launch":
+            self.gets.remove(held)
+            self.ended.append((held.task_id, held.owner))
+
+    def doubt(self, held: Held) -> None:
+        """A failed load drops its blocks from host memory: found again only from disk."""
+        if not self.disk_slots:
+            leased = {(g.namespace, k) for g in self.gets if g is not held for k in g.keys}
+            for block in held.keys[: held.status.matched_blocks]:
+                if (held.namespace, block) not in leased:
+                    self.saved.discard((held.namespace, block))
+        self.roomy = False  # what is still found now depends on the disk's progress
+
+    @rule(who=picks, namespace=namespaces, path=paths)
+    def prefetch(self, who: int, namespace: NamespaceId, path: Path_) -> None:
+        engine = pick(self.engines, who)
+        task = self.manager.prefetch(namespace, keys(*path), owner=engine.owner)
+        eventually(
+            lambda: (
+                task == 0
+                or task not in self.manager.try_wait([task])
+                or self.manager.try_wait([task])[task].state is TaskState.CANCELLED
+            ),
+            "a prefetch does not end",
+        )
+
+    # -- puts --------------------------------------------------------------------------------
+
+    @rule(who=picks, skip=picks, namespace=namespaces, path=paths, then=goes_on)
+    def put(self, who: int, skip: int, namespace: NamespaceId, path: Path_, then: str) -> None:
+        whole = keys(*path)
+        start = skip % len(whole)
+        parent = whole[start - 1] if start else None
+        self.put_match(pick(self.engines, who), namespace, whole[start:], parent, then)
+
+    def put_match(
+        self,
+        engine: Engine,
+        namespace: NamespaceId,
+        asked: list[BlockKey],
+        parent: BlockKey | None,
+        then: str,
+    ) -> None:
+        status = self.manager.put_match(namespace, asked, parent=parent, owner=engine.owner)
+        if not status.task_id:
+            assert status.state in {TaskState.DONE, TaskState.FAILED}
+            assert not self.roomy or status.state is TaskState.DONE
+            return
+        assert len(status.slots) == len(status.missing) == len(status.generations) > 0
+        for slot, generation in zip(status.slots, status.generations, strict=True):
+            assert generation > self.generations.get(slot, -1), "a slot kept its generation"
+            self.generations[slot] = generation
+            self.manager.view(slot)[:] = b"\xcc" * BLOCK_BYTES  # dirty until it is written
+        if self.roomy:
+            saving = {
+                (p.namespace, p.keys[i]) for p in self.puts for i in p.status.missing
+            } | self.saved
+            new = [i for i, k in enumerate(asked) if (namespace, k) not in saving]
+            assert status.missing == new
+        self.puts.append(Held(status, engine.owner, namespace, asked))
+        self.put_step(self.puts[-1], then)
+
+    @rule(which=picks, then=goes_on)
+    def put_goes_on(self, which: int, then: str) -> None:
+        if self.puts:
+            self.put_step(pick(self.puts, which), then)
+
+    def put_step(self, held: Held, how: str) -> None:
+        if how == "stay" or (held.launched and how in {"launch", "cancel"}):
+            return
+        if how in {"launch", "complete"} and not held.launched:
+            self.manager.launch([held.task_id], owner=held.owner)
+            held.launched = True
+            if how == "launch":
+                return
+        if how == "complete":
+            write(self.manager, held.status, held.namespace, held.keys)
+            self.manager.complete([held.task_id], owner=held.owner)
+            if not held.stale:
+                self.saved |= {(held.namespace, held.keys[i]) for i in held.status.missing}
+                self.found_at_once(held)
+        elif how == "fail":
+            self.manager.fail([held.task_id], owner=held.owner)
+        else:
+            self.manager.cancel([held.task_id], owner=held.owner)
+        self.puts.remove(held)
+        self.ended.append((held.task_id, held.owner))
+
+    def found_at_once(self, held: Held) -> None:
+        """A put that was completed and not evicted is found: nothing has come between."""
+        for i in held.status.missing:
+            status = self.manager.get_match(held.namespace, [held.keys[i]])
+            assert (status.state, status.matched_blocks) == (TaskState.READY, 1)
+            assert bytes(self.manager.view(status.slots[0])) == content(
+                held.namespace, held.keys[i]
+            )
+            self.manager.cancel([status.task_id])
+
+    # -- what must mean nothing --------------------------------------------------------------
+
+    @rule(which=picks, how=st.sampled_from(["launch", "complete", "fail", "cancel"]))
+    def late_news(self, which: int, how: str) -> None:
+        """Of ended tasks, and of tasks of others."""
+        known = self.ended[-4:] + [(h.task_id, -1) for h in self.gets + self.puts]
+        if not known:
+            return
+        task, owner = pick(known, which)
+        before = self.manager.stats()
+        getattr(self.manager, how)([task, 999_999_999], owner=owner)
+        after = self.manager.stats()
+        assert (before.running_gets, before.running_puts) == (
+            after.running_gets,
+            after.running_puts,
+        )
+
+    # -- the whole cache ---------------------------------------------------------------------
+
+    def reset(self, namespace: NamespaceId) -> None:
+        self.manager.reset(namespace)
+        self.saved = {(n, k) for n, k in self.saved if n != namespace}
+        for held in self.gets + self.puts:
+            held.stale = held.stale or held.namespace == namespace
+        for prompt in prompts:
+            for block in keys(*prompt):
+                assert self.manager.get_match(namespace, [block]).task_id == 0
+
+    def restart(self) -> None:
+        self.manager.close()
+        if not self.disk_slots:
+            self.saved.clear()
+        self.open()
+
+    # -- what always holds -------------------------------------------------------------------
+
+    @invariant()
+    def slots_are_accounted_for(self) -> None:
+        if not self.alive:
+            return
+        self.manager.check()
+        quarantined = [slot for q in self.quarantines for slot in q.slots]
+        reserved = [slot for put in self.puts for slot in put.status.slots]
+        leased = {slot for get in self.gets for slot in get.status.slots}
+        assert len(set(quarantined + reserved)) == len(quarantined + reserved)
+        assert not leased & set(quarantined + reserved)
+
+    @invariant()
+    def bytes_are_right(self) -> None:
+        if not self.alive:
+            return
+        for get in self.gets:
+            slots = get.status.slots
+            found = [bytes(self.manager.view(slot)) for slot in slots]
+            assert found == contents(get.namespace, get.keys[: len(slots)])
+            generations = [self.manager.memory.generation(slot) for slot in slots]
+            assert generations == get.status.generations
+        for put in self.puts:
+            generations = [self.manager.memory.generation(slot) for slot in put.status.slots]
+            assert generations == put.status.generations
+
+    def findable(self, namespace: NamespaceId, asked: Sequence[BlockKey]) -> int:
+        count = 0
+        while count < len(asked) and (namespace, asked[count]) in self.saved:
+            count += 1
+        return count
+
+    def teardown(self) -> None:
+        if self.alive:
+            self.all_is_returned()
+            self.manager.close()
+        shutil.rmtree(self.root)
+
+    def all_is_returned(self) -> None:
+        for engine in self.engines:
+            self.manager.disconnect(engine.owner)
+            self.manager.disconnect(engine.worker)
+        for quarantine in self.quarantines:
+            for worker in quarantine.writers:
+                self.manager.disconnect(worker)
+        report = self.manager.stats()
+        assert (report.running_gets, report.running_puts) == (0, 0)
+        cascade = self.manager._cascade
+        assert cascade is None or cascade.drain(PATIENCE_SECONDS)
+        self.manager.check()
+        cache = self.manager._cache
+        eventually(lambda: not self.manager._promotions, "a promotion does not end")
+        assert {entry.leases for entry in cache.index} <= {0}
+        in_host = sum(entry.host_slot >= 0 for entry in cache.index)
+        assert cache.host_used == in_host
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk() -> Iterator[None]:
+    """No power fails here: syncing would only be slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", lambda _: None)
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,0 +1,721 @@
+"""KVManager: tasks, failures of the step after each reserve, a disk that fails or lies."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.caches import (
+    ALICE,
+    BLOCK_BYTES,
+    BOB,
+    PATIENCE_SECONDS,
+    config,
+    content,
+    contents,
+    eventually,
+    key,
+    keys,
+    load,
+    save,
+    write,
+)
+
+from kvstrata.core.errors import ConfigError, FormatError, InvariantViolated, TierUnavailable
+from kvstrata.manager import manager as subject
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.storage import wrap
+from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.host import HostMemory
+from kvstrata.transfer import engine as transfer
+
+DONE, FAILED = TaskStatus(0, TaskState.DONE), TaskStatus(0, TaskState.FAILED)
+
+
+@pytest.fixture
+def managers() -> Iterator[list[KVManager]]:
+    """Closed at the end, when every slot must be accounted for."""
+    made: list[KVManager] = []
+    yield made
+    while made:
+        close(made, made[0])
+
+
+def close(managers: list[KVManager], manager: KVManager) -> None:
+    managers.remove(manager)
+    manager.check()
+    report = manager.stats()
+    manager.close()
+    assert (report.running_gets, report.running_puts) == (0, 0)
+
+
+@pytest.fixture
+def manager(managers: list[KVManager]) -> KVManager:
+    """Four blocks of host memory, no disk."""
+    return open_(managers, 4)
+
+
+def open_(
+    managers: list[KVManager], slots: int, disk: Path | None = None, disk_slots: int = 64
+) -> KVManager:
+    made = KVManager(config(slots, disk, disk_slots), block_bytes=BLOCK_BYTES)
+    made.memory.mapping.data[:] = 0xEE
+    managers.append(made)
+    return made
+
+
+def count(manager: KVManager, name: str) -> int:
+    return manager.counters.snapshot().get(f"kvstrata_{name}", 0)
+
+
+def on_disk(manager: KVManager) -> int:
+    return manager.stats().tiers[1].used_blocks
+
+
+def drained(manager: KVManager) -> None:
+    eventually(lambda: manager.stats().tiers[1].waiting_blocks == 0, "blocks wait for the disk")
+    assert manager._cascade is not None
+    assert manager._cascade.drain(PATIENCE_SECONDS)
+
+
+def push_out(manager: KVManager, slots: int) -> None:
+    """Fill host memory with blocks that nobody asks for."""
+    save(manager, BOB, keys(*[77] * slots))
+    drained(manager)
+
+
+# -- gets and puts -------------------------------------------------------------------------------
+
+
+def test_saved_blocks_come_back_as_they_were(manager: KVManager) -> None:
+    task = save(manager, ALICE, keys(1, 2, 3))
+    assert (task.state, task.missing, task.slots) == (TaskState.READY, [0, 1, 2], [0, 1, 2])
+    assert load(manager, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1, 2, 3))
+    assert load(manager, ALICE, keys(1, 2, 9)) == contents(ALICE, keys(1, 2))
+    assert load(manager, BOB, keys(1, 2, 3)) == []
+    assert count(manager, "saved_blocks_total") == 3
+    assert count(manager, "loaded_blocks_total") == 5
+    assert count(manager, "lookups_total") == 3
+    assert count(manager, "lookup_blocks_total{tier=host}") == 5
+    assert count(manager, "lookup_blocks_total{tier=none}") == 4
+
+
+def test_nothing_asked_is_nothing_found(manager: KVManager) -> None:
+    assert manager.get_match(ALICE, []) == DONE
+    assert manager.put_match(ALICE, []) == DONE
+
+
+def test_only_blocks_that_nobody_has_or_saves_get_slots(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1))
+    running = manager.put_match(ALICE, keys(1, 2))
+    assert running.missing == [1]
+    again = manager.put_match(ALICE, keys(1, 2, 3))
+    assert again.missing == [2]
+    manager.cancel([running.task_id, again.task_id])
+    assert manager.put_match(ALICE, keys(1)) == DONE
+
+
+def test_key_given_twice_gets_one_slot(manager: KVManager) -> None:
+    """No prompt has one, but a slot must not be lost to a client that says so."""
+    task = save(manager, ALICE, [key(1), key(1), key(2)])
+    assert task.missing == [0, 2]
+    assert manager.stats().tiers[0].used_blocks == 2
+
+
+def test_block_is_not_found_before_its_save_is_complete(manager: KVManager) -> None:
+    task = manager.put_match(ALICE, keys(1))
+    assert manager.get_match(ALICE, keys(1)) == DONE
+    manager.launch([task.task_id])
+    write(manager, task, ALICE, keys(1))
+    assert manager.get_match(ALICE, keys(1)) == DONE
+    manager.complete([task.task_id])
+    assert load(manager, ALICE, keys(1)) == contents(ALICE, keys(1))
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_failed_save_gives_its_slots_back_under_a_new_generation(
+    manager: KVManager, launched: bool
+) -> None:
+    task = manager.put_match(ALICE, keys(1, 2))
+    if launched:
+        manager.launch([task.task_id])
+    manager.fail([task.task_id])
+    assert manager.get_match(ALICE, keys(1)) == DONE
+    assert manager.stats().tiers[0].used_blocks == 0
+    assert manager.try_wait([task.task_id]) == {
+        task.task_id: TaskStatus(task.task_id, TaskState.FAILED)
+    }
+    again = manager.put_match(ALICE, keys(1, 2))
+    assert set(again.slots) == {0, 1}
+    for slot, generation in zip(again.slots, again.generations, strict=True):
+        assert generation > task.generations[task.slots.index(slot)]
+    manager.cancel([again.task_id])
+
+
+def test_failed_load_drops_its_blocks_because_of_the_doubt(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1, 2, 3))
+    task = manager.get_match(ALICE, keys(1, 2))
+    manager.launch([task.task_id])
+    manager.fail([task.task_id])
+    assert manager.get_match(ALICE, keys(1, 2, 3)) == DONE
+    assert manager.stats().tiers[0].used_blocks == 1
+    assert count(manager, "failed_loads_total") == 1
+
+
+def test_failed_load_leaves_blocks_that_another_is_reading(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1))
+    first, second = (manager.get_match(ALICE, keys(1)) for _ in range(2))
+    manager.launch([first.task_id, second.task_id])
+    manager.fail([first.task_id])
+    assert bytes(manager.view(second.slots[0])) == content(ALICE, key(1))
+    assert manager.memory.generation(second.slots[0]) == second.generations[0]
+    manager.complete([second.task_id])
+
+
+def test_leased_blocks_are_not_evicted_and_later_saves_are_shed(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1, 2, 3))
+    task = manager.get_match(ALICE, keys(1, 2, 3))
+    other = manager.put_match(BOB, keys(1, 2, 3))
+    assert (other.missing, count(manager, "shed_blocks_total")) == ([0], 2)
+    assert manager.put_match(BOB, keys(9)) == FAILED
+    found = [bytes(manager.view(slot)) for slot in task.slots]
+    assert found == contents(ALICE, keys(1, 2, 3))
+    manager.cancel([task.task_id, other.task_id])
+
+
+def test_save_does_not_evict_the_prefix_that_it_continues(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1, 2, 3))
+    save(manager, ALICE, keys(1, 2, 3, 4, 5, 6))
+    assert load(manager, ALICE, keys(1, 2, 3, 4, 5, 6)) == contents(ALICE, keys(1, 2, 3, 4))
+    assert count(manager, "shed_blocks_total") == 2
+
+
+def test_news_of_unknown_ended_and_foreign_tasks_mean_nothing(manager: KVManager) -> None:
+    engine, worker = manager.connect_engine("e", 1), manager.connect_worker("e", 0)
+    task = manager.put_match(ALICE, keys(1), owner=engine)
+    for news in (manager.launch, manager.complete, manager.fail, manager.cancel):
+        news([task.task_id, task.task_id + 1, 0, -1], owner=worker)
+        news([task.task_id])
+    assert manager.try_wait([task.task_id])[task.task_id].state is TaskState.READY
+    manager.cancel([task.task_id], owner=engine)
+    for news in (manager.launch, manager.complete, manager.fail, manager.cancel):
+        news([task.task_id], owner=engine)
+    assert manager.get_match(ALICE, keys(1)) == DONE
+
+
+def test_news_that_a_task_cannot_take_is_refused_and_the_others_of_the_message_are_carried_out(
+    manager: KVManager,
+) -> None:
+    running, ready = manager.put_match(ALICE, keys(1)), manager.put_match(ALICE, keys(2))
+    manager.launch([running.task_id])
+    with pytest.raises(InvariantViolated, match="cannot cancel while running"):
+        manager.cancel([running.task_id, ready.task_id])
+    assert manager.try_wait([ready.task_id])[ready.task_id].state is TaskState.CANCELLED
+    manager.fail([running.task_id])
+
+
+def test_task_ids_of_two_servers_differ(managers: list[KVManager]) -> None:
+    """An engine outlives its server, with copies of the old one's tasks in flight."""
+    four = [open_(managers, 1) for _ in range(4)]
+    tasks = [manager.put_match(ALICE, keys(1)).task_id for manager in four]
+    for manager, task in zip(four, tasks, strict=True):
+        manager.cancel([task])
+    assert len(set(tasks)) == 4
+    assert all(0 < task < 2**53 for task in tasks)
+
+
+def test_results_of_tasks_that_ended_long_ago_are_forgotten(
+    manager: KVManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_KEPT_RESULTS", 3)
+    tasks = [save(manager, ALICE, keys(n)).task_id for n in range(5)]
+    assert list(manager.try_wait(tasks)) == tasks[2:]
+
+
+def test_lease_of_a_get_that_was_forgotten_ends_in_time(
+    manager: KVManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(manager, ALICE, keys(1))
+    monkeypatch.setattr(manager, "_lease_seconds", -1.0)
+    task = manager.get_match(ALICE, keys(1))
+    with caplog.at_level(logging.WARNING):
+        assert manager.get_match(ALICE, keys(2)) == DONE
+    assert manager.try_wait([task.task_id])[task.task_id].state is TaskState.CANCELLED
+    assert "was given up" in caplog.text
+
+
+def test_wait_ends_at_its_deadline(manager: KVManager) -> None:
+    assert manager.wait([5, 6], 0.01) == {}
+
+
+# -- engines and workers -------------------------------------------------------------------------
+
+
+def test_nothing_is_matched_or_reserved_before_the_workers_are_there(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1))
+    engine = manager.connect_engine("e", 1)
+    assert manager.get_match(ALICE, keys(1), owner=engine) == FAILED
+    assert manager.put_match(ALICE, keys(2), owner=engine) == FAILED
+    manager.connect_worker("e", 0)
+    assert manager.get_match(ALICE, keys(1), owner=engine).state is TaskState.READY
+    manager.disconnect(engine)
+
+
+def test_observer_has_no_tasks(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1))
+    assert manager.get_match(ALICE, keys(1), owner=manager.connect_observer()) == FAILED
+
+
+def test_dead_engine_returns_its_leases_at_once(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1, 2))
+    engine = manager.connect_engine("e", 1)
+    manager.connect_worker("e", 0)
+    task = manager.get_match(ALICE, keys(1, 2), owner=engine)
+    manager.launch([task.task_id], owner=engine)
+    manager.disconnect(engine)
+    assert manager.put_match(BOB, keys(1, 2, 3, 4)).missing == [0, 1, 2, 3]
+    manager.disconnect(0)
+
+
+def test_slots_of_a_dead_engine_are_not_reused_while_its_worker_may_write(
+    manager: KVManager,
+) -> None:
+    engine, worker = manager.connect_engine("e", 1), manager.connect_worker("e", 0)
+    task = manager.put_match(ALICE, keys(1, 2, 3), owner=engine)
+    manager.launch([task.task_id], owner=engine)
+    manager.disconnect(engine)
+    assert save(manager, BOB, keys(1, 2)).missing == [0]
+    manager.check()
+    for slot in task.slots:
+        manager.view(slot)[:] = b"\xdd" * BLOCK_BYTES
+    assert load(manager, BOB, keys(1)) == contents(BOB, keys(1))
+    assert manager.get_match(ALICE, keys(1)) == DONE
+    manager.disconnect(worker)
+    assert save(manager, BOB, keys(1, 2, 3)).missing == [1, 2]
+    assert count(manager, "shed_blocks_total") == 1
+
+
+def test_save_that_a_dead_engine_was_making_can_be_made_by_another(manager: KVManager) -> None:
+    engine = manager.connect_engine("e", 1)
+    manager.connect_worker("e", 0)
+    manager.put_match(ALICE, keys(1), owner=engine)
+    assert manager.put_match(ALICE, keys(1)) == DONE
+    manager.disconnect(engine)
+    save(manager, ALICE, keys(1))
+    assert load(manager, ALICE, keys(1)) == contents(ALICE, keys(1))
+
+
+# -- reset ---------------------------------------------------------------------------------------
+
+
+def test_reset_takes_one_namespace_from_all_tiers_for_good(
+    managers: list[KVManager], tmp_path: Path
+) -> None:
+    first = open_(managers, 4, tmp_path)
+    save(first, ALICE, keys(1, 2))
+    save(first, BOB, keys(1))
+    drained(first)
+    assert first.reset(ALICE) == 2
+    assert first.get_match(ALICE, keys(1)) == DONE
+    close(managers, first)
+    again = open_(managers, 4, tmp_path)
+    assert again.get_match(ALICE, keys(1)) == DONE
+    assert load(again, BOB, keys(1)) == contents(BOB, keys(1))
+
+
+def test_save_that_began_before_a_reset_does_not_become_visible(manager: KVManager) -> None:
+    task = manager.put_match(ALICE, keys(1))
+    manager.launch([task.task_id])
+    assert manager.reset(ALICE) == 0
+    write(manager, task, ALICE, keys(1))
+    manager.complete([task.task_id])
+    assert manager.get_match(ALICE, keys(1)) == DONE
+    assert (manager.stats().tiers[0].used_blocks, count(manager, "saved_blocks_total")) == (0, 0)
+
+
+def test_load_that_began_before_a_reset_keeps_its_bytes_to_the_end(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1))
+    task = manager.get_match(ALICE, keys(1))
+    manager.launch([task.task_id])
+    assert manager.reset(ALICE) == 1
+    assert save(manager, ALICE, keys(1)).slots != task.slots
+    assert task.slots[0] not in save(manager, BOB, keys(1, 2, 3, 4)).slots
+    assert bytes(manager.view(task.slots[0])) == content(ALICE, key(1))
+    assert manager.memory.generation(task.slots[0]) == task.generations[0]
+    manager.check()
+    manager.complete([task.task_id])
+    assert save(manager, BOB, keys(1, 2, 3, 4)).slots == task.slots
+
+
+def test_reset_that_the_disk_refuses_is_carried_out_when_it_heals(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_RETRY_SECONDS", 0.01)
+    first = open_(managers, 4, tmp_path)
+    save(first, ALICE, keys(1))
+    drained(first)
+    drop = DiskStore.drop_namespace
+    broken = threading.Event()
+    broken.set()
+
+    def fickle(store: DiskStore, namespace: bytes) -> int:
+        if broken.is_set():
+            raise TierUnavailable("the disk is gone")
+        return drop(store, namespace)
+
+    monkeypatch.setattr(DiskStore, "drop_namespace", fickle)
+    with pytest.raises(TierUnavailable, match="the disk is gone"):
+        first.reset(ALICE)
+    assert first.get_match(ALICE, keys(1)) == DONE
+    broken.clear()
+    save(first, BOB, keys(1))
+    drained(first)
+    close(managers, first)
+    again = open_(managers, 4, tmp_path)
+    assert again.get_match(ALICE, keys(1)) == DONE
+    assert load(again, BOB, keys(1)) == contents(BOB, keys(1))
+
+
+# -- disk ----------------------------------------------------------------------------------------
+
+
+def test_blocks_go_down_to_disk_and_come_up_when_asked_for(
+    managers: list[KVManager], tmp_path: Path
+) -> None:
+    manager = open_(managers, 3, tmp_path)
+    save(manager, ALICE, keys(1, 2, 3))
+    drained(manager)
+    push_out(manager, 3)
+    settled = list[TaskStatus]()
+    task = manager.get_match(ALICE, keys(1, 2), settled=settled.append)
+    assert (task.state, task.slots) == (TaskState.PROMOTING, [])
+    assert (task.matched_blocks, task.disk_blocks) == (2, 2)
+    eventually(lambda: len(settled) == 1, "the promotion does not end")
+    (status,) = settled
+    assert (status.task_id, status.state) == (task.task_id, TaskState.READY)
+    assert [bytes(manager.view(slot)) for slot in status.slots] == contents(ALICE, keys(1, 2))
+    manager.launch([task.task_id])
+    manager.complete([task.task_id])
+    assert count(manager, "promoted_blocks_total") == 2
+    assert count(manager, "lookup_blocks_total{tier=disk}") == 2
+
+
+def test_restart_finds_what_was_written_down(managers: list[KVManager], tmp_path: Path) -> None:
+    first = open_(managers, 2, tmp_path)
+    save(first, ALICE, keys(1, 2))
+    close(managers, first)
+    again = open_(managers, 2, tmp_path)
+    assert load(again, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+    assert first.server_id != again.server_id
+
+
+def test_full_disk_gives_up_blocks_and_the_last_of_a_prompt_first(
+    managers: list[KVManager], tmp_path: Path
+) -> None:
+    manager = open_(managers, 2, tmp_path, disk_slots=3)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    save(manager, BOB, keys(1, 2))
+    drained(manager)
+    assert on_disk(manager) == 3
+    assert count(manager, "evicted_blocks_total{tier=disk}") == 1
+    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1))
+
+
+def test_launched_before_all_has_arrived_takes_what_is_there(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 4, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    push_out(manager, 3)
+    go = threading.Event()
+    read = DiskStore.read_into
+    monkeypatch.setattr(
+        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
+    )
+    assert [b.host_slot >= 0 for b in manager._cache.index.namespace(ALICE)] == [True, False]
+    told = list[TaskStatus]()
+    task = manager.get_match(ALICE, keys(1, 2), settled=told.append)
+    assert (task.state, len(task.slots), task.matched_blocks) == (TaskState.PROMOTING, 1, 2)
+    assert manager.wait([task.task_id], 0.01)[task.task_id].state is TaskState.PROMOTING
+    manager.launch([task.task_id])
+    assert bytes(manager.view(task.slots[0])) == content(ALICE, key(1))
+    manager.complete([task.task_id])
+    go.set()
+    eventually(lambda: not manager._promotions, "the promotion does not end")
+    assert told == []
+    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+
+
+def test_two_gets_wait_for_one_read(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 3, tmp_path)
+    save(manager, ALICE, keys(1))
+    drained(manager)
+    push_out(manager, 3)
+    go = threading.Event()
+    read = DiskStore.read_into
+    monkeypatch.setattr(
+        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
+    )
+    tasks = [manager.get_match(ALICE, keys(1)).task_id for _ in range(2)]
+    manager.cancel(tasks[:1])
+    go.set()
+    (found,) = manager.wait(tasks[1:], PATIENCE_SECONDS).values()
+    assert bytes(manager.view(found.slots[0])) == content(ALICE, key(1))
+    assert count(manager, "promoted_blocks_total") == 1
+    manager.cancel(tasks[1:])
+
+
+def test_promotion_without_a_slot_is_no_hit(managers: list[KVManager], tmp_path: Path) -> None:
+    manager = open_(managers, 2, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    task = manager.put_match(BOB, keys(1, 2))
+    assert manager.get_match(ALICE, keys(1, 2)) == DONE
+    manager.cancel([task.task_id])
+    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+
+
+def test_prefetch_brings_blocks_up_and_keeps_no_lease(
+    managers: list[KVManager], tmp_path: Path
+) -> None:
+    manager = open_(managers, 3, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    push_out(manager, 3)
+    assert manager.prefetch(ALICE, keys(1, 2)) != 0
+    eventually(lambda: manager.stats().running_gets == 0, "the prefetch does not end")
+    assert manager.prefetch(ALICE, keys(1, 2)) == 0
+    assert manager.prefetch(ALICE, keys(5)) == 0
+    assert manager.get_match(ALICE, keys(1, 2)).state is TaskState.READY
+    manager.disconnect(0)
+
+
+def test_damaged_block_cuts_the_prefix_is_dropped_and_counted(
+    managers: list[KVManager], tmp_path: Path
+) -> None:
+    manager = open_(managers, 4, tmp_path)
+    save(manager, ALICE, keys(1, 2, 3))
+    drained(manager)
+    push_out(manager, 4)
+    marked = content(ALICE, key(1, 2))
+    damaged = 0
+    for path in tmp_path.rglob("*"):
+        raw = path.read_bytes() if path.is_file() else b""
+        if marked in raw:
+            with path.open("r+b") as file:
+                file.seek(raw.index(marked) + 100)
+                file.write(b"\xff\x00\xff")
+            damaged += 1
+    assert damaged == 1
+    assert load(manager, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1))
+    assert count(manager, "corrupt_blocks_total") == 1
+    assert load(manager, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1))
+    assert count(manager, "corrupt_blocks_total") == 1
+    save(manager, ALICE, keys(1, 2))
+    assert load(manager, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1, 2, 3))
+
+
+class FailingDisk:
+    """Every read or write of the disk store fails while ``broken``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken = True
+        self.error: Exception = TierUnavailable("the disk is gone")
+        self.calls = 0
+        for name in ("read_into", "write", "remove"):
+            monkeypatch.setattr(DiskStore, name, self._wrapped(getattr(DiskStore, name)))
+
+    def _wrapped(self, real: object) -> object:
+        def call(*args: object) -> object:
+            self.calls += 1
+            if self.broken:
+                raise self.error
+            return real(*args)  # type: ignore[operator]  # a method of DiskStore
+
+        return call
+
+
+def test_failing_disk_costs_hits_and_later_all_is_written(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(wrap.BreakerStore.__init__, "__kwdefaults__", FAST_BREAKER)
+    manager = open_(managers, 4, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    push_out(manager, 3)
+    assert on_disk(manager) == 5
+    disk = FailingDisk(monkeypatch)
+    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1))
+    manager.check()
+    save(manager, ALICE, keys(8))
+    eventually(lambda: manager.stats().tiers[1].switched_off, "the breaker does not open")
+    assert load(manager, ALICE, keys(8)) == contents(ALICE, keys(8))
+    assert manager.stats().tiers[1].waiting_blocks == 1
+    assert on_disk(manager) == 5
+    disk.broken = False
+    drained(manager)
+    assert not manager.stats().tiers[1].switched_off
+    assert on_disk(manager) == 6
+    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+
+
+FAST_BREAKER = {**(wrap.BreakerStore.__init__.__kwdefaults__ or {}), "retry_seconds": 0.02}
+
+
+def test_bug_while_writing_leaves_no_lease_and_the_blocks_are_tried_again(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_RETRY_SECONDS", 0.01)
+    disk = FailingDisk(monkeypatch)
+    disk.error = ZeroDivisionError("a bug")
+    manager = open_(managers, 2, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    eventually(lambda: disk.calls > 2, "the writer has stopped")
+    disk.broken = False
+    drained(manager)
+    assert on_disk(manager) == 2
+    assert {entry.leases for entry in manager._cache.index} == {0}
+
+
+def test_blocks_that_a_full_disk_could_not_give_up_are_given_up_later(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the disk would stay fuller than the index knows, and refuse blocks for ever."""
+    monkeypatch.setattr(transfer, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(wrap.BreakerStore.__init__, "__kwdefaults__", FAST_BREAKER)
+    manager = open_(managers, 2, tmp_path, disk_slots=2)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    disk = FailingDisk(monkeypatch)
+    save(manager, BOB, keys(1, 2))
+    eventually(lambda: disk.calls > 1, "the writer has stopped")
+    disk.broken = False
+    drained(manager)
+    assert on_disk(manager) == 2
+    push_out(manager, 2)
+    close(managers, manager)
+    again = open_(managers, 2, tmp_path, disk_slots=2)
+    assert load(again, BOB, keys(77, 77)) == contents(BOB, keys(77, 77))
+
+
+def test_disk_that_stays_broken_does_not_hold_close_for_longer_than_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer, "_RETRY_SECONDS", 0.01)
+    manager = KVManager(config(2, tmp_path, drain_timeout_seconds=0.05), block_bytes=BLOCK_BYTES)
+    FailingDisk(monkeypatch)
+    save(manager, ALICE, keys(1))
+    with caplog.at_level(logging.WARNING):
+        manager.close()
+    assert "1 blocks could not be written to disk in time" in caplog.text
+
+
+def test_disk_that_hangs_does_not_hold_close_for_longer_than_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = KVManager(config(2, tmp_path, drain_timeout_seconds=0.05), block_bytes=BLOCK_BYTES)
+    go, entered = threading.Event(), threading.Event()
+    real = DiskStore.write
+
+    def hanging(*args: object) -> object:
+        entered.set()
+        assert go.wait(PATIENCE_SECONDS)
+        return real(*args)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(DiskStore, "write", hanging)
+    save(manager, ALICE, keys(1))
+    assert entered.wait(PATIENCE_SECONDS)
+    closing = threading.Thread(target=manager.close)
+    closing.start()
+    closing.join(PATIENCE_SECONDS)
+    hung = closing.is_alive()
+    go.set()
+    closing.join(PATIENCE_SECONDS)
+    assert not hung
+    eventually(
+        lambda: not any(t.name == "kvstrata-write" for t in threading.enumerate()),
+        "the writer does not end",
+    )
+
+
+# -- opening -------------------------------------------------------------------------------------
+
+
+def memfds() -> int:
+    links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+    return sum("memfd:kvstrata-host" in os.readlink(fd) for fd in links if os.path.islink(fd))
+
+
+def test_refused_host_memory_leaves_the_disk_to_others(tmp_path: Path) -> None:
+    before = memfds()
+    with pytest.raises(ConfigError, match="holds no block"):
+        KVManager(config(1, tmp_path), block_bytes=2 * BLOCK_BYTES)
+    assert memfds() == before
+    DiskStore(
+        tmp_path, block_bytes=BLOCK_BYTES, capacity_bytes=1 << 20, lock_timeout_seconds=0
+    ).close()
+
+
+def test_refused_disk_leaves_no_host_memory(tmp_path: Path) -> None:
+    KVManager(config(1, tmp_path), block_bytes=BLOCK_BYTES).close()
+    before = memfds()
+    with pytest.raises(FormatError):
+        KVManager(config(4, tmp_path), block_bytes=2 * BLOCK_BYTES)
+    assert memfds() == before
+
+
+def test_host_memory_larger_than_the_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="of memory is available"):
+        KVManager(
+            config(1).model_validate({"tiers": "host:1000TiB", "prefault": False}),
+            block_bytes=BLOCK_BYTES,
+        )
+
+
+def test_prefaulting_backs_every_page_and_changes_none() -> None:
+    memory = HostMemory(capacity_bytes=64 * 4096, block_bytes=BLOCK_BYTES, server_id=b"s")
+    memory.view(3)[:] = b"\x07" * BLOCK_BYTES
+    memory.prefault()
+    assert os.fstat(memory.mapping.fd).st_blocks * 512 == 65 * 4096
+    assert bytes(memory.view(3)) == b"\x07" * BLOCK_BYTES
+    memory.close()
+
+
+def test_prefault_in_the_background_ends_quietly_when_the_cache_closes_first() -> None:
+    manager = KVManager(config(4, prefault=True), block_bytes=BLOCK_BYTES)
+    manager.close()
+    eventually(
+        lambda: not any(t.name == "kvstrata-prefault" for t in threading.enumerate()),
+        "prefaulting does not end",
+    )
+
+
+def test_report_says_what_there_is(managers: list[KVManager], tmp_path: Path) -> None:
+    manager = open_(managers, 4, tmp_path)
+    manager.register_namespace(ALICE, {"model": "m"})
+    engine = manager.connect_engine("e", 2)
+    manager.connect_worker("e", 1)
+    save(manager, ALICE, keys(1))
+    drained(manager)
+    report = manager.stats()
+    assert report.server_id == manager.server_id.hex()
+    host, disk = report.tiers
+    assert (host.tier, host.capacity_blocks, host.used_blocks, host.block_bytes) == (
+        "host",
+        4,
+        1,
+        4096,
+    )
+    assert (disk.tier, disk.capacity_blocks, disk.used_blocks) == ("disk", 64, 1)
+    assert [n.parts for n in report.namespaces] == [{"model": "m"}]
+    assert report.engines == [{"session": "e", "workers": [1], "world_size": 2}]
+    manager.disconnect(engine)
+    assert manager.stats().engines == []
