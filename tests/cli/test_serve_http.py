@@ -1,0 +1,98 @@
+"""`kvstrata serve` with a real vLLM, asked over HTTP."""
+
+import json
+import random
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.processes import kvstrata, running, until
+
+pytestmark = pytest.mark.vllm
+
+PROMPT_TOKENS = 513
+DEVICE_BLOCKS = 80  # of 32 tokens: four prompts fill them
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("http")
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tiny_llama: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [str(tiny_llama), "--host-size", "64MiB"]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+    arguments += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"]
+    arguments += ["--block-size", "32", "--max-model-len", "1024"]
+    arguments += ["--num-gpu-blocks-override", str(DEVICE_BLOCKS)]
+    log = folder / "vllm.log"
+    with running("serve", *arguments, log=log, env={"TMPDIR": str(folder)}) as process:
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or is_healthy(address), 300, log)
+        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+        yield address
+
+
+def is_healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def complete(address: str, prompt: list[int]) -> list[int]:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return tokens
+
+
+def metric(address: str, name: str) -> float:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def counters(folder: Path) -> dict[str, Any]:
+    shown = kvstrata("stats", "--json", env={"TMPDIR": str(folder)})
+    (server,) = json.loads(shown.stdout)["servers"]
+    found: dict[str, Any] = server["report"]["counters"]
+    return found
+
+
+def test_a_prompt_that_the_device_forgot_is_loaded_and_answered_alike(
+    url: str, folder: Path
+) -> None:
+    choose = random.Random(1)
+    prompts = [[choose.randrange(1, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(7)]
+    first, *others = [complete(url, prompt) for prompt in prompts]
+    assert first not in others
+    assert counters(folder)["kvstrata_lookup_blocks_total{tier=host}"] == 0
+    assert metric(url, "vllm:external_prefix_cache_hits_total") == 0
+
+    assert complete(url, prompts[0]) == first
+    found = counters(folder)
+    assert found["kvstrata_lookup_blocks_total{tier=host}"] == 8
+    assert found["kvstrata_loaded_blocks_total"] == 8
+    assert metric(url, "vllm:external_prefix_cache_hits_total") == 512
+
+    inspected = kvstrata("inspect", env={"TMPDIR": str(folder)})
+    assert "1 of 1" in inspected.stdout
