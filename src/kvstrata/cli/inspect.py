@@ -34,7 +34,14 @@ def inspect(socket: SocketOption = None, *, as_json: JsonFlag = False) -> None:
 def _print(console: "Console", report: "CacheReport") -> None:
     console.print(_engine_table(report) if report.engines else "no engine is connected")
     console.print()
-    console.print(_namespace_table(report) if report.namespaces else "no blocks yet")
+    if not report.namespaces:
+        console.print("no blocks yet")
+        return
+    console.print(_namespace_table(report))
+    for each in report.namespaces:
+        if each.parts:
+            console.print(f"\n{each.namespace} stands for")
+            console.print(_part_table(each.parts))
 
 
 def _engine_table(report: "CacheReport") -> "Table":
@@ -47,17 +54,30 @@ def _engine_table(report: "CacheReport") -> "Table":
 
 
 def _namespace_table(report: "CacheReport") -> "Table":
+    """Return what each namespace holds; those without parts are from before this server."""
     numbers = ("blocks", "bytes", "in host", "on disk")
-    table = plain_table("namespace", *numbers, "stands for", right=numbers)
+    table = plain_table("namespace", *numbers, "", right=numbers)
     block_bytes = report.tiers[0].block_bytes if report.tiers else 0
     for each in report.namespaces:
-        parts = "\n".join(f"{name}: {value}" for name, value in sorted(each.parts.items()))
         table.add_row(
             each.namespace,
             f"{each.blocks:,}",
             human_bytes(each.blocks * block_bytes),
             f"{each.host_blocks:,}",
             f"{each.disk_blocks:,}",
-            parts or "not in use since this server started",
+            "" if each.parts else "not used yet",
         )
+    return table
+
+
+def _part_table(parts: dict[str, str]) -> "Table":
+    """Return one line for each part, cut to the width of the terminal; JSON has it whole."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, min_width=2 + max(map(len, parts)))
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for name, value in sorted(parts.items()):
+        table.add_row(f"  {name}", Text(value))
     return table
