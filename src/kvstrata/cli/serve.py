@@ -1,5 +1,6 @@
 """`kvstrata serve`: vLLM's server with KVStrata below it."""
 
+import enum
 import importlib.metadata
 import importlib.util
 import json
@@ -8,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import typer
 
@@ -25,12 +26,18 @@ from kvstrata.core.errors import ConfigError, ServerUnavailable
 
 __all__ = ["serve", "vllm_command"]
 
-Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-
 _CONNECTOR: Final = "KVStrataConnector"
 _CONNECTOR_MODULE: Final = "kvstrata.integration.vllm.connector"
 _API_SERVER: Final = "vllm.entrypoints.launchers.api_server.entry"
 _TRANSFER_OPTION: Final = "--kv-transfer-config"
+
+
+class Role(enum.StrEnum):
+    """vLLM's words for what an engine does with a cache."""
+
+    BOTH = "kv_both"
+    PRODUCER = "kv_producer"
+    CONSUMER = "kv_consumer"
 
 
 def serve(  # noqa: PLR0913 - each is an option
@@ -44,9 +51,9 @@ def serve(  # noqa: PLR0913 - each is an option
         Path | None,
         typer.Option(metavar="SOCKET", help="Use the server of 'kvstrata server' at this socket."),
     ] = None,
-    role: Annotated[Role, typer.Option(help="Whether this engine saves, loads or both.")] = (
-        "kv_both"
-    ),
+    role: Annotated[
+        Role, typer.Option(help="Whether this engine saves, loads or both.")
+    ] = Role.BOTH,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command and do not run it.")
     ] = False,
@@ -72,7 +79,7 @@ def serve(  # noqa: PLR0913 - each is an option
         transfer = {
             "kv_connector": _CONNECTOR,
             "kv_connector_module_path": _CONNECTOR_MODULE,
-            "kv_role": role,
+            "kv_role": role.value,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": overrides,
         }
