@@ -1,0 +1,153 @@
+"""One vLLM engine in a process of its own, asked over pipes: the measured side of ``vllm_hit.py``.
+
+    python bench/engines.py '{"configuration": "kvstrata", "folder": "/tmp/x", ...}'
+
+Takes one JSON object a line on standard input and answers each with one on standard output:
+
+* ``{"ask": [token ids]}`` → ``{"seconds": wall time to the first token, "cached_tokens": n}``
+* ``{"reset": true}`` → ``{"reset": whether the prefix cache is empty now}``
+* ``{"counters": true}`` → ``{"counters": {name: value}}`` of KVStrata's server, ``{}`` for others
+
+The first line, ``{"ready": true}``, comes unasked.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+__all__ = ["Order", "transfer_config"]
+
+BLOCK_TOKENS: Final = 32
+MAX_MODEL_TOKENS: Final = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What to start."""
+
+    configuration: str
+    folder: str  # for this engine's files
+    model: str
+    engine_id: str
+    host_bytes: int  # of a configuration that is to keep everything in host memory
+    small_host_bytes: int  # of one that is to forget it soon
+    disk_bytes: int
+
+
+def transfer_config(order: Order) -> dict[str, Any] | None:
+    """vLLM's ``kv_transfer_config`` for the named configuration."""
+    disk = f"{order.folder}/disk"
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        "kvstrata": lambda: _kvstrata(order, f"host:{order.host_bytes}"),
+        "kvstrata-disk": lambda: _kvstrata(
+            order, f"host:{order.small_host_bytes} | disk:{disk}:{order.disk_bytes}"
+        ),
+        "native": lambda: _native(order, order.host_bytes, []),
+        "native-disk": lambda: _native(
+            order, order.small_host_bytes, [{"type": "fs", "root_dir": disk}]
+        ),
+        "example": lambda: {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": disk},
+        },
+    }
+    if order.configuration == "none":
+        return None
+    return makers[order.configuration]() | {"engine_id": order.engine_id}
+
+
+def _kvstrata(order: Order, tiers: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVStrataConnector",
+        "kv_connector_module_path": "kvstrata.integration.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"tiers": tiers},
+    }
+
+
+def _native(order: Order, host_bytes: int, secondary: list[dict[str, Any]]) -> dict[str, Any]:
+    extra: dict[str, Any] = {
+        "spec_name": "CpuPagesSpec",
+        "spec_module_path": "native_tiering",
+        "cpu_bytes_to_use": host_bytes,
+        "secondary_tiers": secondary,
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
+    """Start the engine and answer until *requests* ends."""
+    from vllm import LLM, SamplingParams
+
+    Path(order.folder, "disk").mkdir(parents=True, exist_ok=True)
+    engine = LLM(
+        model=order.model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        max_model_len=MAX_MODEL_TOKENS,
+        enable_prefix_caching=True,
+        kv_transfer_config=transfer_config(order),
+        seed=0,
+    )
+    one_token = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+
+    def ask(tokens: list[int]) -> dict[str, Any]:
+        started = time.perf_counter()
+        output = engine.generate({"prompt_token_ids": tokens}, one_token, use_tqdm=False)[0]
+        return {
+            "seconds": time.perf_counter() - started,
+            "cached_tokens": output.num_cached_tokens or 0,
+        }
+
+    def reset(_: bool) -> dict[str, Any]:
+        return {"reset": engine.reset_prefix_cache()}
+
+    def counters(_: bool) -> dict[str, Any]:
+        return {"counters": _counters(order)}
+
+    actions: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "ask": ask,
+        "reset": reset,
+        "counters": counters,
+    }
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in requests:
+        ((action, argument),) = json.loads(line).items()
+        print(json.dumps(actions[action](argument)), file=replies, flush=True)
+
+
+def _counters(order: Order) -> dict[str, int]:
+    if not order.configuration.startswith("kvstrata"):
+        return {}
+    from kvstrata.server.client import observe
+    from kvstrata.server.sockets import embedded_socket
+
+    client = observe(embedded_socket(order.engine_id))
+    try:
+        report = client.stats()
+    finally:
+        client.close()
+    return report.counters if report else {}
+
+
+def main() -> None:
+    # What the engine's processes print must not come between the replies.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(Order(**json.loads(sys.argv[1])), sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()
