@@ -51,8 +51,9 @@ class Ask:
 class Act:
     """Something done to the engine between two outputs.
 
-    *kind* is ``abort`` (of the request *what*), ``reset`` or ``reset running`` (of the prefix
-    cache), or ``call`` (of the parent's hook *what*; the engine goes on meanwhile).
+    *kind* is ``abort`` (of the request *what*), ``reset`` (of the prefix cache; *what* may be
+    ``running``, which preempts all requests, or ``connector``, which resets our cache too), or
+    ``call`` (of the parent's hook *what*; the engine goes on meanwhile).
     """
 
     kind: str
@@ -138,12 +139,12 @@ class Engine:
         one = Ask(f"ask-{self._asked}", tuple(prompt), new_tokens)
         return self.run([one])[one.id]
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, connector: bool = False) -> None:
         """Empty the device cache. It refuses while saves hold blocks, so this waits for saves."""
         self.wait_ready()
 
         def reset() -> bool:
-            self._send({"do": "reset"})
+            self._send({"do": "reset", "connector": connector})
             return bool(self._receive(ANSWER_SECONDS)["done"])
 
         wait_until(reset, "reset_prefix_cache is refused for ever")
@@ -334,7 +335,8 @@ class _Child:
             if command["do"] == "run":
                 self._say({"answers": self._run(command["todo"])})
             elif command["do"] == "reset":
-                self._say({"done": self._engine.reset_prefix_cache()})
+                reset = self._engine.reset_prefix_cache(reset_connector=command["connector"])
+                self._say({"done": reset})
             else:
                 self._say({"counters": self._counters()})
 
@@ -370,10 +372,12 @@ class _Child:
             self._say({"call": each["what"]})
             self._commands.readline()
         else:
-            running = each["kind"] == "reset running"
-            # Raised by vLLM if device blocks are held after all requests were preempted.
+            # vLLM raises if device blocks are held after all requests were preempted.
             with contextlib.suppress(Exception):
-                self._engine.reset_prefix_cache(reset_running_requests=running)
+                self._engine.reset_prefix_cache(
+                    reset_running_requests=each["what"] == "running",
+                    reset_connector=each["what"] == "connector",
+                )
 
     def _add(self, ask: dict[str, Any]) -> None:
         from vllm import SamplingParams

@@ -32,7 +32,7 @@ def _directory_of_another_geometry(folder: Path) -> Path:
 
 def test_bad_settings_stop_the_engine_with_a_message(tiny_llama: Path, tmp_path: Path) -> None:
     foreign = _directory_of_another_geometry(tmp_path)
-    cases = {
+    cases: dict[str, tuple[dict[str, Any], list[str]]] = {
         "misspelt": ({"tires": "host:64MiB"}, ["tires", "did you mean", "tiers"]),
         "multiple": (
             {"tiers": "host:64MiB", "tokens_per_block": BLOCK_SIZE + 1},
