@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -244,6 +245,7 @@ class Engine:
                 stderr=log,
                 env=environment,
                 text=True,
+                start_new_session=True,  # so that it can be ended with its own children
             )
 
     def wait_ready(self, timeout_seconds: float) -> None:
@@ -282,9 +284,9 @@ class Engine:
         if self._process.stdin:
             self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
