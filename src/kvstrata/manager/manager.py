@@ -23,6 +23,7 @@ from kvstrata.storage.host import HostMemory
 _log = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 60.0  # plus the time to load: then a get loses its leases
+_KEPT_NAMESPACES = 256  # whose parts are shown; each reset of an engine names a new one
 _KEPT_RESULTS = 4096  # ended tasks whose state can still be asked for
 
 Settled = Callable[[TaskStatus], None]
@@ -85,7 +86,10 @@ class KVManager:
     def register_namespace(self, namespace: NamespaceId, parts: Mapping[str, str]) -> None:
         """Remember what *namespace* stands for, for ``inspect``."""
         with self._lock:
+            self._namespaces.pop(namespace, None)
             self._namespaces[namespace] = dict(parts)
+            if len(self._namespaces) > _KEPT_NAMESPACES:
+                del self._namespaces[next(iter(self._namespaces))]
 
     def connect_engine(self, session: str, world_size: int) -> int:
         with self._lock:

@@ -1,6 +1,7 @@
 """How a worker maps the host tier of a server, and maps it again when the server is another one."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -78,9 +79,7 @@ class Attachment:
             descriptor = client.take_descriptor()
             if descriptor is None:
                 raise ProtocolError("the server sent no descriptor of its host tier")
-            mapping = HostMapping.from_fd(
-                descriptor, welcome.server_id, welcome.slots, welcome.slot_bytes
-            )
+            mapping = _map(descriptor, welcome)
             self._mapped(mapping)
             self._was_mapped = True
             client.submit(p.Mapped(0))
@@ -90,3 +89,19 @@ class Attachment:
                 client.poll(3600.0)
         finally:
             client.close()
+
+
+def _map(descriptor: int, welcome: p.Welcome) -> HostMapping:
+    """The memory behind *descriptor*, which is closed: the memory lasts as long as its arrays.
+
+    A worker that kept it would keep the whole host tier of a server that is gone.
+    """
+    try:
+        mapping = HostMapping.from_fd(
+            descriptor, welcome.server_id, welcome.slots, welcome.slot_bytes
+        )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    mapping.close()
+    return mapping

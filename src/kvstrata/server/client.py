@@ -6,6 +6,7 @@ their answer.
 """
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -92,9 +93,10 @@ class ManagerClient:
 
         Raises ``ServerUnavailable`` when the server has hung up.
         """
-        self._flush()
-        if not self._poller.poll(timeout_seconds * 1000):
-            return False
+        deadline = time.monotonic() + timeout_seconds
+        while not self._wait_readable(max(0.0, deadline - time.monotonic())):
+            if not self._outbox or time.monotonic() >= deadline:
+                return False
         try:
             data, descriptors, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1)
         except BlockingIOError:
@@ -183,6 +185,8 @@ class ManagerClient:
     def close(self) -> None:
         """Hang up; the server releases what this client held. Idempotent."""
         self._sock.close()
+        while (descriptor := self.take_descriptor()) is not None:
+            os.close(descriptor)
 
     def wait_welcome(self, timeout_seconds: float) -> p.Welcome:
         """The answer to hello; raises what the server objects to."""
@@ -205,6 +209,17 @@ class ManagerClient:
         if not isinstance(pending.reply, kind):
             raise ProtocolError(f"{type(pending.reply).__name__} is no answer to the request")
         return pending.reply
+
+    def _wait_readable(self, timeout_seconds: float) -> bool:
+        """Whether there is something to receive; returns early when more can be sent."""
+        if self._sock.fileno() < 0:
+            raise self._lost("it was closed")
+        self._flush()
+        events = select.POLLIN | select.POLLOUT if self._outbox else select.POLLIN
+        self._poller.modify(self._sock, events)
+        return any(
+            event != select.POLLOUT for _, event in self._poller.poll(timeout_seconds * 1000)
+        )
 
     def _flush(self) -> None:
         while self._outbox:

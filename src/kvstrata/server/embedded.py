@@ -5,6 +5,7 @@ import logging
 import select
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,6 +61,8 @@ class EmbeddedServer:
     def close(self) -> None:
         """Cut the lifeline. The server ends by itself once all is on disk."""
         self._close_pipes()
+        if self._process.poll() is None:  # does not wait, and leaves no zombie either
+            threading.Thread(target=self._process.wait, name="kvstrata-reap", daemon=True).start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._started_at = time.monotonic()

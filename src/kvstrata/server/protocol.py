@@ -168,6 +168,7 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
 
 Reply = Welcome | Task | Tasks | Settled | Number | Report | Refused
 
+_UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -184,14 +185,14 @@ def encode(message: Request | Reply) -> bytes:
 def decode_request(body: bytes | memoryview) -> Request:
     try:
         return _requests.decode(body)
-    except msgspec.MsgspecError as e:
+    except _UNDECODABLE as e:
         raise ProtocolError(f"not a request: {e}") from e
 
 
 def decode_reply(body: bytes | memoryview) -> Reply:
     try:
         return _replies.decode(body)
-    except msgspec.MsgspecError as e:
+    except _UNDECODABLE as e:
         raise ProtocolError(f"not a reply: {e}") from e
 
 
@@ -207,6 +208,12 @@ def checked_namespace(namespace: bytes) -> NamespaceId:
     if len(namespace) != NAMESPACE_ID_BYTES:
         raise ProtocolError(f"a namespace of {len(namespace)} bytes")
     return namespace
+
+
+def checked_parent(parent: bytes) -> BlockKey | None:
+    if len(parent) not in {0, BLOCK_KEY_BYTES}:
+        raise ProtocolError(f"a parent of {len(parent)} bytes")
+    return parent or None
 
 
 def split_keys(keys: bytes) -> list[BlockKey]:

@@ -20,6 +20,7 @@ from kvstrata.server import sockets
 _log = logging.getLogger(__name__)
 
 _SEND_SECONDS: Final = 5  # a client that reads nothing for so long is disconnected
+_ACCEPT_PAUSE_SECONDS: Final = 0.1  # out of descriptors: some may be closed by then
 
 
 class Server:
@@ -66,8 +67,10 @@ class Server:
         while not self._stopping.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                break
+            except OSError as e:
+                if not self._stopping.wait(_ACCEPT_PAUSE_SECONDS):
+                    _log.warning("a connection cannot be accepted: %s", e)
+                continue
             if sockets.peer_uid(sock) != os.getuid():
                 _log.warning("a connection of uid %d is refused", sockets.peer_uid(sock))
                 sock.close()
@@ -167,10 +170,12 @@ class _Connection:
         if hello.role == "observer":
             self._manager = self._server.manager
             self._send(p.Welcome(hello.seq, b"", 0, 0))
-        elif hello.role in {"engine", "worker"}:
-            self._admit(hello)
-        else:
+        elif hello.role not in {"engine", "worker"}:
             raise ProtocolError(f"unknown role {hello.role!r}")
+        elif hello.block_bytes < 1 or hello.world_size < 1:
+            raise ProtocolError("blocks without bytes, or an engine without workers")
+        else:
+            self._admit(hello)
 
     def _admit(self, hello: p.Hello) -> None:
         manager = self._manager = self._server.open(hello.block_bytes)
@@ -211,14 +216,16 @@ class _Connection:
         self._send(p.Task(request.seq, status))
 
     def _on_settled(self, status: TaskStatus) -> None:
-        with contextlib.suppress(OSError):  # a dead client is noticed by its own thread
+        try:
             self._send(p.Settled(status))
+        except OSError:  # part of the frame may be out: the client cannot be talked to any more
+            self.hang_up()
 
     def _on_put_match(self, request: p.PutMatch) -> None:
         status = self._cache().put_match(
             p.checked_namespace(request.namespace),
             p.split_keys(request.keys),
-            parent=request.parent or None,
+            parent=p.checked_parent(request.parent),
             owner=self._me(),
         )
         self._send(p.Task(request.seq, status))

@@ -1,0 +1,163 @@
+"""How a worker maps the host tier of a server, and of the next one."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.caches import ALICE, config, content, eventually, key, keys
+from tests.server.harness import engine, memfds, serving, worker_hello
+
+from kvstrata.manager.tasks import TaskState
+from kvstrata.server import protocol as p
+from kvstrata.server import sockets
+from kvstrata.server.attach import Attachment
+from kvstrata.storage.mapping import HostMapping
+
+
+class Worker:
+    def __init__(
+        self, path: Path, *, patience_seconds: float = 60.0, prefault: bool = True
+    ) -> None:
+        self.mappings: list[HostMapping] = []
+        self.attachment = Attachment(
+            path,
+            worker_hello(),
+            self.mappings.append,
+            patience_seconds=patience_seconds,
+            prefault=prefault,
+        )
+
+    def close(self) -> None:
+        self.attachment.close()
+        assert not any(t.name == "kvstrata-attach" for t in threading.enumerate())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "s"
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_is_left() -> Iterator[None]:
+    before = memfds()
+    yield
+    eventually(lambda: memfds() <= before, "host memory is kept")
+
+
+@pytest.mark.parametrize("prefault", [True, False])
+def test_worker_sees_the_servers_memory_and_then_counts(path: Path, prefault: bool) -> None:
+    with serving(config(4), path) as server, contextlib.closing(engine(path)) as scheduler:
+        manager = server.manager
+        assert manager is not None
+        with contextlib.closing(Worker(path, prefault=prefault)) as worker:
+            eventually(
+                lambda: scheduler.put_match(ALICE, keys(1)).task_id != 0, "the worker never counts"
+            )
+            (mapping,) = worker.mappings
+            assert mapping.server_id == manager.server_id
+            assert mapping.data.shape == (4, 4096)
+            mapping.data[0] = list(content(ALICE, key(1)))
+            assert bytes(manager.view(0)) == content(ALICE, key(1))
+            assert list(mapping.generations) == [manager.memory.generation(s) for s in range(4)]
+        eventually(
+            lambda: scheduler.put_match(ALICE, keys(9)).state is TaskState.FAILED,
+            "a worker that has gone still counts",
+        )
+
+
+def test_worker_may_come_before_the_server_and_outlive_it(path: Path) -> None:
+    with contextlib.closing(Worker(path)) as worker:
+        lives = []
+        for life in range(3):
+            with serving(config(4 + life), path) as server:
+                assert server.manager is not None
+                lives.append(server.manager.server_id)
+                eventually(lambda: len(worker.mappings) == len(lives), "no mapping arrives")
+        assert [m.server_id for m in worker.mappings] == lives
+        assert [m.slots for m in worker.mappings] == [4, 5, 6]
+        assert len(set(lives)) == 3
+
+
+def test_memory_of_a_server_that_is_gone_is_let_go_with_its_last_array(path: Path) -> None:
+    """A worker that kept a descriptor would keep a whole host tier for each restart."""
+    before = memfds()
+    with contextlib.closing(Worker(path)) as worker:
+        for life in (1, 2, 3):
+            with serving(config(4), path):
+                eventually(lambda: len(worker.mappings) == life, "no mapping arrives")  # noqa: B023 - called at once
+        kept = worker.mappings[0].data
+        kept[:] = 7
+        worker.mappings.clear()
+        eventually(lambda: memfds() <= before + 1, "old memory is kept")
+        assert kept[3, 4095] == 7
+        del kept
+        eventually(lambda: memfds() <= before, "old memory is kept")
+
+
+class LyingServer:
+    """Says that its memory is larger than it is."""
+
+    def __init__(self, path: Path, *, descriptor: bool) -> None:
+        self.seen = 0
+        self._descriptor = descriptor
+        self._listener = sockets.listen(path)
+        self._listener.settimeout(0.1)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        import socket
+
+        mapping = HostMapping.create(4, 4096, b"s" * 16)
+        frame = p.encode(p.Welcome(0, b"s" * 16, 5, 4096))
+        while not self._stop.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            with sock, contextlib.suppress(OSError):
+                if self._descriptor:
+                    socket.send_fds(sock, [frame], [mapping.fd])
+                else:
+                    sock.sendall(frame)
+                sock.settimeout(1.0)
+                while sock.recv(4096):
+                    pass
+            self.seen += 1
+        mapping.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._listener.close()
+
+
+@pytest.mark.parametrize("descriptor", [True, False])
+def test_server_that_lies_is_tried_again_and_told_of_once(
+    path: Path, descriptor: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING),
+        contextlib.closing(LyingServer(path, descriptor=descriptor)) as server,
+        contextlib.closing(Worker(path, patience_seconds=0.0)) as worker,
+    ):
+        eventually(lambda: server.seen > 3, "it is not tried again")
+        assert worker.mappings == []
+        assert memfds() <= 4
+    told = [r.message for r in caplog.records if "no cache server" in r.message]
+    assert len(told) == 1
+
+
+def test_absent_server_is_told_of_after_a_while_and_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), contextlib.closing(Worker(path, patience_seconds=0.05)):
+        eventually(lambda: "no cache server" in caplog.text, "nothing is said")
+        eventually(
+            lambda: len([r for r in caplog.records if "no cache server" in r.message]) == 1,
+            "it is said twice",
+        )

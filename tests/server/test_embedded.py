@@ -1,0 +1,189 @@
+"""The server as a child: it ends with its parent, however that ends, and comes back when it dies."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.caches import ALICE, BLOCK_BYTES, PATIENCE_SECONDS, config, content, eventually, keys
+from tests.server.harness import engine, worker
+
+from kvstrata.core.config import Config
+from kvstrata.core.errors import ConfigError, ServerUnavailable
+from kvstrata.server.client import observe
+from kvstrata.server.embedded import EmbeddedServer
+from kvstrata.server.sockets import runtime_directory
+from kvstrata.storage.disk import DiskStore
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def shared_memory_names() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "kvstrata" in name.lower()}
+
+
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the child listens; at the end no file of it is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = runtime_directory()
+    yield folder / "e.sock"
+    eventually(
+        lambda: not any(t.name == "kvstrata-reap" for t in threading.enumerate()),
+        "a child is not reaped",
+    )
+    assert list(folder.iterdir()) == []
+    assert shared_memory_names() == set()
+
+
+@contextlib.contextmanager
+def child(config: Config, path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(config, path, block_bytes=BLOCK_BYTES)
+    try:
+        yield server
+    finally:
+        server.close()
+        pid = server.pid
+        eventually(lambda: not Path(f"/proc/{pid}").exists(), "the child outlives its lifeline")
+
+
+def save_through(path: Path, count: int) -> None:
+    with contextlib.closing(engine(path)) as scheduler, contextlib.closing(worker(path)) as half:
+        descriptor = half.take_descriptor()
+        assert descriptor is not None
+        blocks = keys(*range(count))
+        task = scheduler.put_match(ALICE, blocks)
+        assert task.missing == list(range(count))
+        scheduler.launch([task.task_id])
+        for slot, block in zip(task.slots, blocks, strict=True):
+            os.pwrite(descriptor, content(ALICE, block), 4096 + slot * 4096)
+        scheduler.complete([task.task_id])
+        scheduler.ping()
+        os.close(descriptor)
+
+
+def blocks_on_disk(path: Path) -> int:
+    store = DiskStore(path, block_bytes=BLOCK_BYTES, capacity_bytes=1 << 19)
+    with contextlib.closing(store):
+        stored = {block.key for block in store.blocks()}
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        for i, block in enumerate(keys(*range(len(stored)))):
+            store.read_into([ALICE + block], [buffer])
+            assert bytes(buffer) == content(ALICE, block), i
+    return len(stored)
+
+
+def test_child_serves_when_it_is_made_and_drains_to_disk_when_it_is_closed(
+    tmp_path: Path, path: Path
+) -> None:
+    with child(config(64, tmp_path / "disk"), path):
+        save_through(path, 60)
+    assert blocks_on_disk(tmp_path / "disk") == 60
+
+
+def test_child_ends_when_its_parent_is_killed(tmp_path: Path, path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from kvstrata.core.config import Config;"
+        "from kvstrata.server.embedded import EmbeddedServer;"
+        f"server = EmbeddedServer(Config(tiers='host:256KiB | disk:{tmp_path}/disk:512KiB', "
+        f"prefault=False), Path(sys.argv[1]), block_bytes={BLOCK_BYTES});"
+        "print(server.pid, flush=True); time.sleep(1000)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        save_through(path, 20)
+        parent.send_signal(signal.SIGKILL)
+        assert parent.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    eventually(lambda: not is_alive(pid), "the child outlives its parent")
+    assert blocks_on_disk(tmp_path / "disk") == 20
+
+
+def test_child_does_not_hear_the_terminals_interrupt(path: Path) -> None:
+    with child(config(4), path) as server:
+        os.kill(server.pid, signal.SIGINT)
+        observe(path).close()
+        assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def test_child_ends_in_order_on_sigterm(path: Path) -> None:
+    with child(config(4), path) as server:
+        os.kill(server.pid, signal.SIGTERM)
+        eventually(lambda: not is_alive(server.pid), "the child goes on")
+        assert not path.exists()
+
+
+def test_bad_disk_reaches_the_parent_as_a_config_error(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "disk").write_text("a file")
+    with pytest.raises(ConfigError, match="disk") as caught:
+        EmbeddedServer(config(4, tmp_path / "disk"), path, block_bytes=BLOCK_BYTES)
+    assert type(caught.value) is ConfigError
+    assert not path.exists()
+
+
+def test_host_memory_larger_than_the_machine_reaches_the_parent(path: Path) -> None:
+    huge = config(4).model_validate({"tiers": "host:1000TiB"})
+    with pytest.raises(ConfigError, match="of memory is available") as caught:
+        EmbeddedServer(huge, path, block_bytes=BLOCK_BYTES)
+    assert caught.value.hint is not None
+    assert "lower the capacity of the host tier" in caught.value.hint
+
+
+def test_socket_in_use_reaches_the_parent(path: Path) -> None:
+    with child(config(4), path):
+        with pytest.raises(ConfigError, match="a server is running"):
+            EmbeddedServer(config(4), path, block_bytes=BLOCK_BYTES)
+        observe(path).close()
+
+
+def test_child_that_takes_too_long_is_given_up(path: Path) -> None:
+    with pytest.raises(ServerUnavailable, match=r"not ready within 0\.001 s"):
+        EmbeddedServer(config(4, start_timeout_seconds=0.001), path, block_bytes=BLOCK_BYTES)
+    eventually(lambda: not list(path.parent.iterdir()), "its socket stays")
+
+
+def test_killed_child_is_revived_and_finds_the_socket_of_the_dead_one_replaced(
+    path: Path,
+) -> None:
+    with child(config(4, reconnect_seconds=0.01), path) as server:
+        first = server.pid
+        server.revive()
+        assert server.pid == first
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: not is_alive(first), "it does not die")
+        assert path.exists()
+
+        def answers() -> bool:
+            server.revive()
+            try:
+                observe(path, timeout_seconds=PATIENCE_SECONDS).close()
+            except ServerUnavailable:
+                return False
+            return True
+
+        eventually(answers, "it is not revived")
+        assert server.pid != first
+
+
+def test_child_that_dies_at_once_is_not_revived_more_often_than_configured(path: Path) -> None:
+    with child(config(4, reconnect_seconds=1000), path) as server:
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: not is_alive(first), "it does not die")
+        server.revive()
+        assert server.pid == first
+        path.unlink()

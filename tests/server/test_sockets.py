@@ -1,0 +1,138 @@
+"""Who may use the sockets, and what becomes of the sockets of the dead."""
+
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvstrata.core.errors import ConfigError, ServerUnavailable
+from kvstrata.server import sockets
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def dead_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_socket_is_for_its_owner_whatever_the_umask(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with sockets.listen(path):
+            assert mode(path) == 0o600
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+
+
+def test_directory_is_for_its_owner(temp: Path) -> None:
+    made = sockets.runtime_directory()
+    assert made == temp / f"kvstrata-{os.getuid()}"
+    assert mode(made) == 0o700
+    assert sockets.runtime_directory() == made
+    assert sockets.embedded_socket("abc") == made / "abc.sock"
+    assert len(sockets.embedded_socket("x" * 200).name) == 45
+
+
+@pytest.mark.parametrize("bits", [0o750, 0o701, 0o722])
+def test_directory_that_others_can_use_is_refused(temp: Path, bits: int) -> None:
+    sockets.runtime_directory().chmod(bits)
+    with pytest.raises(ConfigError, match="is not a directory that only uid"):
+        sockets.runtime_directory()
+
+
+def test_directory_of_another_is_refused(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temp / "kvstrata-4711").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(ConfigError, match="only uid 4711 can use"):
+        sockets.runtime_directory()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_directory_that_is_none_is_refused(temp: Path, kind: str) -> None:
+    name = temp / f"kvstrata-{os.getuid()}"
+    if kind == "file":
+        name.touch(0o700)
+    else:
+        (temp / "elsewhere").mkdir(mode=0o700)
+        name.symlink_to(temp / "elsewhere")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        sockets.runtime_directory()
+
+
+def test_socket_of_a_dead_server_is_replaced(path: Path) -> None:
+    dead_socket(path)
+    with sockets.listen(path), sockets.connect(path, 1.0) as client:
+        assert sockets.peer_uid(client) == os.getuid()
+
+
+def test_socket_of_a_live_server_is_refused_and_stays(path: Path) -> None:
+    with sockets.listen(path):
+        with pytest.raises(ConfigError, match=r"a server is running at .* already"):
+            sockets.listen(path)
+        sockets.connect(path, 1.0).close()
+
+
+def test_file_that_is_no_socket_is_refused_and_stays(path: Path) -> None:
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="is not a socket"):
+        sockets.listen(path)
+    assert path.read_text() == "precious"
+
+
+def test_socket_of_another_is_refused_and_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead_socket(path)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match=f"belongs to uid {owner}, this process is"):
+        sockets.listen(path)
+    assert path.is_socket()
+
+
+def test_server_of_another_is_not_talked_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sockets.listen(path):
+        monkeypatch.setattr(sockets, "peer_uid", lambda _: os.getuid() + 1)
+        with pytest.raises(ConfigError, match="belongs to uid"):
+            sockets.connect(path, 1.0)
+
+
+def test_nobody_there_is_an_outage(path: Path) -> None:
+    with pytest.raises(ServerUnavailable, match="no server answers"):
+        sockets.connect(path, 1.0)
+    dead_socket(path)
+    with pytest.raises(ServerUnavailable, match="no server answers"):
+        sockets.connect(path, 1.0)
+
+
+def test_directory_that_is_not_there_is_a_mistake_of_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot listen at"):
+        sockets.listen(tmp_path / "no" / "s")
+
+
+def test_dead_sockets_are_swept_and_live_ones_and_strangers_stay(temp: Path) -> None:
+    folder = sockets.runtime_directory()
+    dead_socket(folder / "dead.sock")
+    (folder / "file.sock").write_text("precious")
+    (folder / "other").write_text("precious")
+    with sockets.listen(folder / "live.sock"):
+        sockets.remove_dead_sockets()
+        assert sorted(p.name for p in folder.iterdir()) == ["file.sock", "live.sock", "other"]

@@ -1,0 +1,154 @@
+"""Frames: bytes as documented, every message there and back, nothing else accepted."""
+
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.core.errors import ProtocolError
+from kvstrata.manager.report import CacheReport, NamespaceReport, TierReport
+from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.server import protocol as p
+
+STATUS = TaskStatus(2**40, TaskState.PROMOTING, [3, 1], [7, 2**63], [0], 5, 4)
+REPORT = CacheReport(
+    "ab",
+    [TierReport("host", 4, 1, 4096), TierReport("disk", 9, 9, 4096, 2, True)],
+    {"kvstrata_lookups_total": 3},
+    1,
+    2,
+    [NamespaceReport("6162", {"model": "m"}, 3, 2, 1)],
+    [{"session": "e", "workers": [0], "world_size": 1}],
+)
+REQUESTS: list[p.Request] = [
+    p.Hello(1, 2, "engine", "séance", 4096, False, 3, 4),
+    p.Mapped(2),
+    p.Register(b"n" * 16, {"model": "m"}),
+    p.GetMatch(3, b"n" * 16, b"k" * 64),
+    p.PutMatch(4, b"n" * 16, b"k" * 64, b""),
+    p.Launch([1, 2]),
+    p.Complete([]),
+    p.Fail([2**40]),
+    p.Cancel([5]),
+    p.TryWait(5, [1]),
+    p.Prefetch(6, b"n" * 16, b"k" * 32),
+    p.Reset(7, b"n" * 16),
+    p.Stats(8),
+    p.Ping(9),
+]
+REPLIES: list[p.Reply] = [
+    p.Welcome(1, b"s" * 16, 4, 4096),
+    p.Task(2, STATUS),
+    p.Tasks(3, [STATUS, TaskStatus(0, TaskState.DONE)]),
+    p.Settled(STATUS),
+    p.Number(4, 5),
+    p.Report(5, REPORT),
+    p.Report(6, None),
+    p.Refused(7, "config", "no", None),
+]
+
+
+def test_frame_is_a_little_endian_length_and_a_tagged_array() -> None:
+    assert p.encode(p.Ping(7)) == b"\x07\x00\x00\x00\x92\xa4Ping\x07"
+    assert p.encode(p.Launch([1, 300])) == b"\x0d\x00\x00\x00\x92\xa6Launch\x92\x01\xcd\x01\x2c"
+    assert p.encode(p.Number(2, 9)) == b"\x0a\x00\x00\x00\x93\xa6Number\x02\x09"
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
+def test_request_comes_back_as_it_was(message: p.Request) -> None:
+    frame = p.encode(message)
+    assert p.frame_length(frame[:4]) == len(frame) - 4
+    assert p.decode_request(frame[4:]) == message
+    assert p.decode_request(memoryview(frame)[4:]) == message
+
+
+@pytest.mark.parametrize(
+    "message", REPLIES, ids=lambda m: f"{type(m).__name__}{m.seq if hasattr(m, 'seq') else 0}"
+)
+def test_reply_comes_back_as_it_was(message: p.Reply) -> None:
+    assert p.decode_reply(p.encode(message)[4:]) == message
+
+
+def test_every_message_is_in_this_test() -> None:
+    assert {type(m) for m in REQUESTS} == set(get_args(p.Request))
+    assert {type(m) for m in REPLIES} == set(get_args(p.Reply))
+
+
+def test_reply_is_no_request() -> None:
+    with pytest.raises(ProtocolError, match="not a request"):
+        p.decode_request(p.encode(p.Number(1, 2))[4:])
+    with pytest.raises(ProtocolError, match="not a reply"):
+        p.decode_reply(p.encode(p.Ping(1))[4:])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc0",
+        b"\x80",
+        b"\x92\xa4Ping",
+        b"\x92\xa4Ping\xa1x",
+        b"\x91\xa4Ping",
+        b"\x92\xa4Pong\x07",
+        b"\x92\xa4Ping\x07\x07",
+        b"\x92\xa8Complete\x91\xa1x",
+        b"\x92\xa8Complete\x91\xcb?\xf0\x00\x00\x00\x00\x00\x01",
+        b"\x93\xa8Register\xc4\x01n\x81\xa1k\xa1\xff",
+        b"\x93\xa4Ping\x07" + b"\x91" * 100_000 + b"\xc0",
+    ],
+    ids=[
+        "empty",
+        "nil",
+        "map",
+        "cut",
+        "text for a number",
+        "field missing",
+        "unknown tag",
+        "trailing byte",
+        "text in a list of ids",
+        "fraction in a list of ids",
+        "not utf-8",
+        "nested too deep",
+    ],
+)
+def test_what_the_schema_forbids_is_a_protocol_error(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a request"):
+        p.decode_request(body)
+
+
+@given(st.binary(max_size=60), st.sampled_from(REQUESTS), st.integers(0, 40), st.integers(0, 8))
+def test_damaged_bodies_are_messages_or_protocol_errors(
+    noise: bytes, message: p.Request, at: int, cut: int
+) -> None:
+    body = p.encode(message)[4:]
+    for damaged in (noise, body[:at] + noise + body[at + cut :]):
+        for decode in (p.decode_request, p.decode_reply):
+            try:
+                found = decode(damaged)
+            except ProtocolError:
+                continue
+            assert isinstance(found, msgspec.Struct)
+
+
+def test_frame_over_the_limit_is_neither_sent_nor_accepted() -> None:
+    assert p.frame_length(b"\x00\x00\x00\x01") == 16 << 20
+    with pytest.raises(ProtocolError, match="a frame of 16777217 bytes exceeds 16777216"):
+        p.frame_length(b"\x01\x00\x00\x01")
+    with pytest.raises(ProtocolError, match="exceeds 16777216"):
+        p.encode(p.GetMatch(0, b"n" * 16, b"k" * (16 << 20)))
+
+
+def test_keys_are_split_where_they_were_joined() -> None:
+    assert p.split_keys(b"") == []
+    assert p.split_keys(b"a" * 32 + b"b" * 32) == [b"a" * 32, b"b" * 32]
+    with pytest.raises(ProtocolError, match="33 bytes are no whole number of keys"):
+        p.split_keys(b"a" * 33)
+
+
+def test_namespace_has_its_length() -> None:
+    assert p.checked_namespace(b"n" * 16) == b"n" * 16
+    with pytest.raises(ProtocolError, match="a namespace of 15 bytes"):
+        p.checked_namespace(b"n" * 15)
