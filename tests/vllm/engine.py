@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, Self
@@ -83,6 +84,8 @@ class Engine:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._tag = f"ENGINE_UNDER_TEST={uuid.uuid4()}"
+        name, value = self._tag.split("=")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
@@ -90,7 +93,8 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), name: value},
             )
         self._ready = False
         self._inbox = b""
@@ -157,8 +161,8 @@ class Engine:
         return counters
 
     def server_pid(self) -> int | None:
-        """The embedded server, found among this engine's descendants."""
-        for pid, words in descendants(self._process.pid).items():
+        """The embedded server, found among the processes that this engine has started."""
+        for pid, words in started_with(self._tag).items():
             if "kvstrata.server.main" in words:
                 return pid
         return None
@@ -168,7 +172,7 @@ class Engine:
 
         Python's trackers of shared memory live on: they clean up after vLLM's own.
         """
-        family = descendants(self._process.pid)
+        family = started_with(self._tag)
         self._process.kill()
         for pid, words in family.items():
             if "kvstrata.server.main" not in words and "resource_tracker" not in words:
@@ -282,11 +286,16 @@ def server_answers(socket: Path) -> bool:
     return True
 
 
-def descendants(pid: int) -> dict[int, list[str]]:
-    """Command lines of the children of *pid*, and of theirs."""
-    found = {child: words for child, (parent, words) in _processes() if parent == pid}
-    for child in list(found):
-        found |= descendants(child)
+def started_with(tag: str) -> dict[int, list[str]]:
+    """Command lines of the processes that have *tag* in their environment, handed down at start."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if tag.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                words = (entry / "cmdline").read_bytes().decode(errors="replace")
+                found[int(entry.name)] = words.split("\0")
     return found
 
 
@@ -297,16 +306,6 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in {"Z", "X"}
-
-
-def _processes() -> Iterator[tuple[int, tuple[int, list[str]]]]:
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            yield int(entry.name), (parent, words)
 
 
 def _as_json(each: Ask | Act) -> dict[str, Any]:

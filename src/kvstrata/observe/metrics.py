@@ -4,11 +4,17 @@ from typing import Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+Label = Literal["host", "disk", "none"]
+
 
 class Metric(NamedTuple):
     name: str
     help: str
-    labels: tuple[str, ...] = ()
+    tiers: tuple[Label, ...] = ()  # values of its label `tier`, if it has one
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("tier",) if self.tiers else ()
 
 
 LOOKUPS: Final = Metric("kvstrata_lookups_total", "Lookups answered.")
@@ -16,7 +22,7 @@ LOOKUP_BLOCKS: Final = Metric(
     "kvstrata_lookup_blocks_total",
     "Blocks asked for, by the tier that answered (tier='none' is a miss). "
     "Summed over tier this is every block of every lookup.",
-    ("tier",),
+    ("host", "disk", "none"),
 )
 LOADED_BLOCKS: Final = Metric(
     "kvstrata_loaded_blocks_total", "Blocks that engines have loaded from host memory."
@@ -35,7 +41,7 @@ CASCADED_BLOCKS: Final = Metric(
     "kvstrata_cascaded_blocks_total", "Blocks written from host memory to disk."
 )
 EVICTED_BLOCKS: Final = Metric(
-    "kvstrata_evicted_blocks_total", "Blocks given up to make room, by tier.", ("tier",)
+    "kvstrata_evicted_blocks_total", "Blocks given up to make room, by tier.", ("host", "disk")
 )
 LOST_BLOCKS: Final = Metric(
     "kvstrata_lost_blocks_total", "Blocks that left host memory before they could reach the disk."
@@ -58,8 +64,6 @@ CATALOGUE: Final = (
     CORRUPT_BLOCKS,
 )
 
-Label = Literal["host", "disk", "none"]
-
 
 class Counters:
     """The catalogue's counters in a registry of their own."""
@@ -70,6 +74,9 @@ class Counters:
             metric: Counter(metric.name, metric.help, metric.labels, registry=self._registry)
             for metric in CATALOGUE
         }
+        for metric in CATALOGUE:
+            for tier in metric.tiers:
+                self._counters[metric].labels(tier)  # a counter that has not counted reads 0
 
     def add(self, metric: Metric, amount: int, label: Label | None = None) -> None:
         if amount:

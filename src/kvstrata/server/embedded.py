@@ -5,7 +5,6 @@ import logging
 import select
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -25,7 +24,8 @@ class EmbeddedServer:
     """A server process that ends with this one, however this one ends.
 
     Its standard input is the lifeline: the kernel closes it when this process dies, and the
-    server then writes what is not on disk yet and exits.
+    server then writes what is not on disk yet and exits. It is not a child of this process, since
+    vLLM kills those when it shuts down; its standard output tells that it lives.
     """
 
     def __init__(self, config: Config, path: Path, *, block_bytes: int) -> None:
@@ -37,52 +37,57 @@ class EmbeddedServer:
         remove_dead_sockets()
         self._orders = ChildOrders(config_to_json(config), str(path), block_bytes)
         self._retry_seconds = config.reconnect_seconds
-        self._started_at = 0.0
-        self._process = self._start()
+        self._launch()
         ready = self._wait_ready(config.start_timeout_seconds)
         if ready.error:
             self.close()
             raise refusal(Refused(0, ready.error, ready.message, ready.hint))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = ready.pid  # of the first server; those after it are not waited for
 
     def revive(self) -> None:
         """Start the server again if it has died; does not wait for it, costs little if it lives."""
-        if self._process.poll() is None:
+        self._launcher.poll()  # takes the exit code: it ends as soon as the server runs
+        if not self._has_died():
             return
         if time.monotonic() - self._started_at < self._retry_seconds:
             return
-        _log.warning("the cache server has died (exit code %d): restart", self._process.returncode)
-        self._close_pipes()
-        self._process = self._start()
+        _log.warning("the cache server has died: restart")
+        self.close()
+        self._launch()
 
     def close(self) -> None:
         """Cut the lifeline. The server ends by itself once all is on disk."""
-        self._close_pipes()
-        if self._process.poll() is None:  # does not wait, and leaves no zombie either
-            threading.Thread(target=self._process.wait, name="kvstrata-reap", daemon=True).start()
+        self._launcher.poll()
+        for pipe in (self._launcher.stdin, self._launcher.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _launch(self) -> None:
         self._started_at = time.monotonic()
-        process = subprocess.Popen(
+        self._launcher = subprocess.Popen(
             [sys.executable, "-m", "kvstrata.server.main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C at the terminal is the engine's
         )
-        assert process.stdin is not None
+        assert self._launcher.stdin is not None
+        assert self._launcher.stdout is not None
+        self._poller = select.poll()
+        self._poller.register(self._launcher.stdout, select.POLLIN)
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(msgspec.json.encode(self._orders) + b"\n")
-            process.stdin.flush()
-        return process
+            self._launcher.stdin.write(msgspec.json.encode(self._orders) + b"\n")
+            self._launcher.stdin.flush()
+
+    def _has_died(self) -> bool:
+        """Whether nobody holds the other end of the server's standard output any more."""
+        return any(event & select.POLLHUP for _, event in self._poller.poll(0))
 
     def _wait_ready(self, timeout_seconds: float) -> ChildReady:
-        assert self._process.stdout is not None
-        poller = select.poll()
-        poller.register(self._process.stdout, select.POLLIN)
-        line = self._process.stdout.readline() if poller.poll(timeout_seconds * 1000) else b""
+        assert self._launcher.stdout is not None
+        line = (
+            self._launcher.stdout.readline() if self._poller.poll(timeout_seconds * 1000) else b""
+        )
         if not line:
             self.close()
             raise ServerUnavailable(
@@ -90,9 +95,3 @@ class EmbeddedServer:
                 hint="see its messages above; raise `start_timeout_seconds` if it needs longer",
             )
         return msgspec.json.decode(line, type=ChildReady)
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()

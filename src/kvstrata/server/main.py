@@ -31,6 +31,7 @@ class ChildOrders(msgspec.Struct):
 class ChildReady(msgspec.Struct):
     """What the child answers, one line on its standard output: it serves, or why not."""
 
+    pid: int
     error: str = ""  # code of the error; empty when it serves
     message: str = ""
     hint: str | None = None
@@ -53,7 +54,7 @@ def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
         server = Server(config, Path(orders.socket), block_bytes=orders.block_bytes)
     except KVStrataError as e:
         message = str(e.args[0]) if e.args else str(e)
-        _answer(ready_to, ChildReady(e.code, message, e.hint))
+        _answer(ready_to, ChildReady(os.getpid(), e.code, message, e.hint))
         return 1
 
     def stop_with_engine() -> None:
@@ -63,7 +64,7 @@ def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
     threading.Thread(target=stop_with_engine, name="kvstrata-lifeline", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when it ends
-    _answer(ready_to, ChildReady())
+    _answer(ready_to, ChildReady(os.getpid()))
     server.serve()
     return 0
 
@@ -76,5 +77,9 @@ def _answer(ready_to: IO[bytes], ready: ChildReady) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+    # The server becomes nobody's child: vLLM kills all processes below it when it shuts down, and
+    # the server has yet to write to disk what is only in host memory.
+    if os.fork():
+        os._exit(0)
     code = run_child(sys.stdin.buffer, sys.stdout.buffer)
     os._exit(code)  # threads in a read of a hung disk must not hold the process
