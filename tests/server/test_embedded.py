@@ -176,6 +176,7 @@ def test_killed_child_is_revived_and_finds_the_socket_of_the_dead_one_replaced(
             return True
 
         eventually(answers, "it is not revived")
+        server.revive()
         assert server.pid != first
 
 

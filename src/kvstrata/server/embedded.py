@@ -42,12 +42,15 @@ class EmbeddedServer:
         if ready.error:
             self.close()
             raise refusal(Refused(0, ready.error, ready.message, ready.hint))
-        self.pid = ready.pid  # of the first server; those after it are not waited for
+        self.pid = ready.pid  # of the latest server that has told it
 
     def revive(self) -> None:
         """Start the server again if it has died; does not wait for it, costs little if it lives."""
         self._launcher.poll()  # takes the exit code: it ends as soon as the server runs
-        if not self._has_died():
+        events = self._events()
+        if not events & select.POLLHUP:
+            if events & select.POLLIN:
+                self.pid = self._read_ready().pid
             return
         if time.monotonic() - self._started_at < self._retry_seconds:
             return
@@ -79,19 +82,21 @@ class EmbeddedServer:
             self._launcher.stdin.write(msgspec.json.encode(self._orders) + b"\n")
             self._launcher.stdin.flush()
 
-    def _has_died(self) -> bool:
-        """Whether nobody holds the other end of the server's standard output any more."""
-        return any(event & select.POLLHUP for _, event in self._poller.poll(0))
+    def _events(self) -> int:
+        """Of the server's standard output: ``POLLHUP`` when nobody holds its other end any more."""
+        return sum(event for _, event in self._poller.poll(0))
 
     def _wait_ready(self, timeout_seconds: float) -> ChildReady:
-        assert self._launcher.stdout is not None
-        line = (
-            self._launcher.stdout.readline() if self._poller.poll(timeout_seconds * 1000) else b""
+        if self._poller.poll(timeout_seconds * 1000) and self._events() != select.POLLHUP:
+            return self._read_ready()
+        self._launcher.kill()  # if it is that slow it has not become a server yet
+        self._launcher.wait()
+        self.close()
+        raise ServerUnavailable(
+            f"the embedded cache server was not ready within {timeout_seconds} s",
+            hint="see its messages above; raise `start_timeout_seconds` if it needs longer",
         )
-        if not line:
-            self.close()
-            raise ServerUnavailable(
-                f"the embedded cache server was not ready within {timeout_seconds} s",
-                hint="see its messages above; raise `start_timeout_seconds` if it needs longer",
-            )
-        return msgspec.json.decode(line, type=ChildReady)
+
+    def _read_ready(self) -> ChildReady:
+        assert self._launcher.stdout is not None
+        return msgspec.json.decode(self._launcher.stdout.readline(), type=ChildReady)
