@@ -36,6 +36,7 @@ REQUESTS: list[p.Request] = [
     p.Prefetch(6, b"n" * 16, b"k" * 32),
     p.Reset(7, b"n" * 16),
     p.Stats(8),
+    p.Workers(11),
     p.Ping(9),
 ]
 REPLIES: list[p.Reply] = [

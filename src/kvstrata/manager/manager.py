@@ -103,6 +103,11 @@ class KVManager:
         with self._lock:
             return self._sessions.add_observer()
 
+    def workers(self, owner: int) -> int:
+        """How many workers of the engine *owner* have mapped the host tier."""
+        with self._lock:
+            return self._sessions.workers(owner)
+
     def disconnect(self, owner: int) -> None:
         """Release what *owner* held: leases at once, reserved slots when nobody can write to them."""
         with self._lock:

@@ -51,9 +51,12 @@ class Sessions:
         engine = self._engines.get(owner)
         if engine is None:
             return owner == LOCAL_OWNER
-        session, world_size = engine
-        ranks = {worker.rank for worker in self._workers.values() if worker.session == session}
-        return len(ranks) >= world_size
+        return self.workers(owner) >= engine[1]
+
+    def workers(self, owner: int) -> int:
+        """Workers of the engine *owner*, each rank once."""
+        session = self._engines[owner][0] if owner in self._engines else None
+        return len({worker.rank for worker in self._workers.values() if worker.session == session})
 
     def orphan(self, owner: int, slots: list[int]) -> list[int]:
         """*owner* is gone and had reserved *slots*: those that nobody can be writing to.

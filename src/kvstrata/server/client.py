@@ -174,6 +174,10 @@ class ManagerClient:
         """None while no engine has told the server its block size."""
         return self._ask(p.Stats(0), p.Report).report
 
+    def workers(self) -> int:
+        """How many workers of this engine have mapped the host tier."""
+        return self._ask(p.Workers(0), p.Number).value
+
     def ping(self) -> None:
         self._ask(p.Ping(0), p.Number)
 

@@ -88,7 +88,9 @@ class EmbeddedServer:
 
     def _wait_ready(self, timeout_seconds: float) -> ChildReady:
         if self._poller.poll(timeout_seconds * 1000) and self._events() != select.POLLHUP:
-            return self._read_ready()
+            ready = self._read_ready()
+            self._launcher.wait()  # it had ended before the server began to open its tiers
+            return ready
         self._launcher.kill()  # if it is that slow it has not become a server yet
         self._launcher.wait()
         self.close()

@@ -98,6 +98,12 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     seq: int
 
 
+class Workers(msgspec.Struct, tag=True, array_like=True):
+    """How many workers of this engine have mapped the host tier."""
+
+    seq: int
+
+
 class Ping(msgspec.Struct, tag=True, array_like=True):
     seq: int
 
@@ -116,6 +122,7 @@ Request = (
     | Prefetch
     | Reset
     | Stats
+    | Workers
     | Ping
 )
 
@@ -146,7 +153,7 @@ class Settled(msgspec.Struct, tag=True, array_like=True):
 
 
 class Number(msgspec.Struct, tag=True, array_like=True):
-    """Answers ``Prefetch`` (task id), ``Reset`` (blocks dropped), ``Mapped`` and ``Ping`` (0)."""
+    """Answers ``Prefetch`` (task id), ``Reset`` (blocks), ``Workers``, ``Mapped`` and ``Ping`` (0)."""
 
     seq: int
     value: int

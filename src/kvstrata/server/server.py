@@ -128,6 +128,7 @@ class _Connection:
             p.Prefetch: self._on_prefetch,
             p.Reset: self._on_reset,
             p.Stats: self._on_stats,
+            p.Workers: lambda r: self._send(p.Number(r.seq, self._cache().workers(self._me()))),
             p.Ping: lambda r: self._send(p.Number(r.seq, 0)),
         }
 

@@ -15,6 +15,8 @@ from kvstrata.server.embedded import EmbeddedServer
 _log = logging.getLogger(__name__)
 
 _NO_SERVER: Final = b""
+_WORKERS_SECONDS: Final = 1.0  # they look every 50 ms; without them the engine starts all the same
+_WORKERS_POLL_SECONDS: Final = 0.01
 
 
 class CacheLink:
@@ -47,11 +49,15 @@ class CacheLink:
         return self._welcomed and self._probe is None
 
     def connect(self, timeout_seconds: float) -> None:
-        """Wait for the first connection; raises what the server objects to."""
+        """Wait for the first connection, and a moment for the workers to map the host tier.
+
+        Raises what the server objects to.
+        """
         self._open()
         assert self._client is not None
         self._client.wait_welcome(timeout_seconds)
         self._take_welcome()
+        self._wait_for_workers(self._client)
 
     def tick(self) -> None:
         """Take in what has arrived, and try to connect if it is time to."""
@@ -124,6 +130,12 @@ class CacheLink:
             self._path, self._hello, timeout_seconds=self._config.lookup_timeout_seconds
         )
         self.number += 1
+
+    def _wait_for_workers(self, client: ManagerClient) -> None:
+        """The workers have been looking for the server before: the first request shall find them."""
+        deadline = time.monotonic() + _WORKERS_SECONDS
+        while client.workers() < self._hello.world_size and time.monotonic() < deadline:
+            time.sleep(_WORKERS_POLL_SECONDS)
 
     def _take_welcome(self) -> None:
         if self._client is None:
