@@ -271,6 +271,10 @@ def test_requests_to_a_server_that_reads_nothing_are_bounded(
         ask_on()
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_stopped_server_holds_nobody_and_goes_on_when_it_is_woken(path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from kvstrata.server.main import run_server;"
@@ -282,6 +286,7 @@ def test_stopped_server_holds_nobody_and_goes_on_when_it_is_woken(path: Path) ->
         eventually(path.exists, "the server does not start")
         client = observe(path, timeout_seconds=PATIENCE_SECONDS)
         process.send_signal(signal.SIGSTOP)
+        eventually(lambda: state_of(process.pid) == "T", "it does not stop")
         pending = [client.submit(p.Ping(0)) for _ in range(3)]
         assert not client.poll(0.02)
         other = ManagerClient(path, p.Hello(0, p.PROTOCOL_VERSION, "observer"))
