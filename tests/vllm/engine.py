@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, Self
@@ -172,7 +172,8 @@ class Engine:
 
         Python's trackers of shared memory live on: they clean up after vLLM's own.
         """
-        family = started_with(self._tag)
+        # vLLM renames its processes, which overwrites their environment: found as descendants.
+        family = descendants(self._process.pid) | started_with(self._tag)
         self._process.kill()
         for pid, words in family.items():
             if "kvstrata.server.main" not in words and "resource_tracker" not in words:
@@ -286,6 +287,14 @@ def server_answers(socket: Path) -> bool:
     return True
 
 
+def descendants(pid: int) -> dict[int, list[str]]:
+    """Command lines of the children of *pid*, and of theirs."""
+    found = {child: words for child, (parent, words) in _processes() if parent == pid}
+    for child in list(found):
+        found |= descendants(child)
+    return found
+
+
 def started_with(tag: str) -> dict[int, list[str]]:
     """Command lines of the processes that have *tag* in their environment, handed down at start."""
     found = {}
@@ -306,6 +315,16 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in {"Z", "X"}
+
+
+def _processes() -> Iterator[tuple[int, tuple[int, list[str]]]]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            yield int(entry.name), (parent, words)
 
 
 def _as_json(each: Ask | Act) -> dict[str, Any]:
