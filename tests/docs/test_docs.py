@@ -46,3 +46,32 @@ def test_the_configuration_reference_is_up_to_date() -> None:
 def test_every_page_is_reached_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert [page.name for page in ROOT.glob("docs/*.md") if f"docs/{page.name}" not in readme] == []
+
+
+def test_every_test_that_the_requirements_name_exists() -> None:
+    text = (ROOT / "docs" / "requirements.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 50
+    missing = [
+        (file, name)
+        for file, name in named
+        if not (ROOT / file).exists() or (name and f"def {name}(" not in (ROOT / file).read_text())
+    ]
+    assert missing == []
+
+
+def test_every_file_that_the_requirements_name_exists() -> None:
+    rows = (ROOT / "docs" / "requirements.md").read_text().splitlines()
+    cells = [row.split("|")[3] for row in rows if row.startswith("| R")]
+    src = ROOT / "src" / "kvstrata"
+    missing = []
+    for cell in cells:
+        folder = src
+        for name in re.findall(r"`([^`]+)`", cell):
+            path = ROOT / name if name.startswith("docs/") else src / name
+            if not path.exists():
+                path = folder / name  # a second file of a cell lies beside the first
+            folder = path.parent
+            if not path.exists():
+                missing.append(name)
+    assert missing == []
