@@ -137,7 +137,7 @@ class Saves:
         while len(self._known) > _KNOWN_KEYS:
             self._known.popitem(last=False)
 
-    def unknow(self, keys: Iterable[BlockKey]) -> None:
+    def doubt(self, keys: Iterable[BlockKey]) -> None:
         """The server may have lost these: they are offered again when they are computed."""
         for key in keys:
             self._known.pop(key, None)

@@ -132,7 +132,7 @@ class SchedulerHalf:
         )
 
     def worker_report(self, report: WorkerReport) -> None:
-        self._saves.unknow(self._loads.ended(report.load_done, report.load_failed))
+        self._saves.doubt(self._loads.ended(report.load_done, report.load_failed))
         self._saves.ended(report.saved, report.save_failed)
 
     def finished(self, request: Request, block_ids: list[int]) -> None:
