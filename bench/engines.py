@@ -8,12 +8,15 @@ Takes one JSON object a line on standard input and answers each with one on stan
 * ``{"reset": true}`` → ``{"reset": whether the prefix cache is empty now}``
 * ``{"counters": true}`` → ``{"counters": {name: value}}`` of KVStrata's server, ``{}`` for others
 
-The first line, ``{"ready": true}``, comes unasked.
+The first line, ``{"ready": true, "helpers": [process ids]}``, comes unasked: the helpers are the
+engine's processes that do not descend from this one.
 """
 
 import dataclasses
 import json
 import os
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -122,10 +125,21 @@ def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
         "reset": reset,
         "counters": counters,
     }
-    print(json.dumps({"ready": True}), file=replies, flush=True)
+    print(json.dumps({"ready": True, "helpers": _helpers(order)}), file=replies, flush=True)
     for line in requests:
         ((action, argument),) = json.loads(line).items()
         print(json.dumps(actions[action](argument)), file=replies, flush=True)
+
+
+def _helpers(order: Order) -> list[int]:
+    if not order.configuration.startswith("kvstrata"):
+        return []
+    from kvstrata.server.sockets import embedded_socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.connect(str(embedded_socket(order.engine_id)))
+        peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return [struct.unpack("3i", peer)[0]]  # of whoever listens: the server
 
 
 def _counters(order: Order) -> dict[str, int]:

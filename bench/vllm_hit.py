@@ -247,9 +247,10 @@ class Engine:
                 text=True,
                 start_new_session=True,  # so that it can be ended with its own children
             )
+        self._processes = [self._process.pid]  # these and their descendants are the engine
 
     def wait_ready(self, timeout_seconds: float) -> None:
-        self._receive(timeout_seconds)
+        self._processes += self._receive(timeout_seconds)["helpers"]
 
     def ask(self, tokens: Sequence[int]) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens were cached."""
@@ -271,10 +272,10 @@ class Engine:
     def settle(self) -> None:
         """Wait until the engine does nothing: a tenth of a second without CPU time."""
         give_up = time.monotonic() + 5
-        before = _cpu_ticks(self._process.pid)
+        before = sum(map(_cpu_ticks, self._processes))
         while time.monotonic() < give_up:
             time.sleep(0.1)  # ten ticks of the kernel's clock
-            now = _cpu_ticks(self._process.pid)
+            now = sum(map(_cpu_ticks, self._processes))
             if now - before <= 1:
                 return
             before = now
