@@ -837,3 +837,33 @@ def test_failed_saves_are_not_found_and_made_again(
     engine.serve("b", prompt(1, 60), 2)
     assert len(bench.saved_keys()) == 7
     assert bench.manager.get_match(engine.half._namespace, []).state is TaskState.DONE
+
+
+def test_reset_that_the_server_did_not_carry_out_is_asked_of_the_next_connection(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its blocks would be there again for the next life of the engine."""
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    real, asked = KVManager.reset, list[bytes]()
+
+    def dying(manager: KVManager, namespace: bytes) -> int:
+        asked.append(namespace)
+        if len(asked) == 1:
+            raise OSError("the connection ends here")
+        return real(manager, namespace)
+
+    monkeypatch.setattr(KVManager, "reset", dying)
+    old = engine.half._namespace
+    engine.connector.reset_cache()
+
+    def dropped() -> bool:
+        engine.half._link.tick()
+        return bench.saved_keys() == set()
+
+    eventually(dropped, "the old blocks stay")
+    assert asked == [old, old]
+    engine.ready(bench.manager)
+    engine.half._link.poll(0.05)
+    assert engine.half._link._resets == {}
+    assert engine.serve("b", prompt(1, 60), 2) == 0

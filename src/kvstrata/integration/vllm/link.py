@@ -41,7 +41,7 @@ class CacheLink:
         self._next_try = 0.0
         self._told = ""
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
-        self._resets: list[NamespaceId] = []  # owed to the next server
+        self._resets: dict[NamespaceId, Pending | None] = {}  # until they are answered
 
     @property
     def ready(self) -> bool:
@@ -113,9 +113,8 @@ class CacheLink:
         self.submit(p.Register(namespace, parts))
 
     def reset(self, namespace: NamespaceId) -> None:
-        """Drop *namespace*, now or as soon as there is a server."""
-        if self.submit(p.Reset(0, namespace)) is None:
-            self._resets.append(namespace)
+        """Drop *namespace*, now or as soon as there is a server; asked until it is answered."""
+        self._resets[namespace] = self.submit(p.Reset(0, namespace))
 
     def close(self) -> None:
         if self._client is not None:
@@ -143,6 +142,8 @@ class CacheLink:
         if self._probe is not None and self._probe.reply is not None:
             self._probe = None
             _log.warning("the cache server answers again")
+        for namespace in [n for n, asked in self._resets.items() if asked and asked.reply]:
+            del self._resets[namespace]
         reply = self._client.welcome.reply
         if self._welcomed or reply is None:
             return
@@ -152,8 +153,7 @@ class CacheLink:
         self._welcomed, self._told = True, ""
         self.server_id = reply.server_id
         _log.info("connected to the cache server at %s", self._path)
-        owed, self._resets = self._resets, []
-        for namespace in owed:
+        for namespace in self._resets:
             self.reset(namespace)
         for namespace, parts in self._namespaces.items():
             self.submit(p.Register(namespace, parts))
