@@ -229,23 +229,6 @@ class Engine:
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.block_size = DEVICE_TOKENS
         caches = tensors(planned)
-        kind = AsyncScheduler if asynchronous else Scheduler
-        self.scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=planned,
-            log_stats=True,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=DEVICE_TOKENS,
-            hash_block_size=DEVICE_TOKENS,
-        )
-        if drafts:
-            self.scheduler.num_spec_tokens = drafts
-            if asynchronous:
-                self.scheduler._spec_token_placeholders = [-1] * drafts
-        self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.all_free = self.pool.get_num_free_blocks()
-        self.connector: Any = self.scheduler.connector
-        self.half: SchedulerHalf = self.connector._scheduler
         worker = WorkerHalf(
             WorkerSettings(0, 1, TOKENS, load_timeout_seconds=PATIENCE_SECONDS), config, planned
         )
@@ -267,6 +250,23 @@ class Engine:
             patience_seconds=60.0,
             prefault=False,
         )
+        kind = AsyncScheduler if asynchronous else Scheduler
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=planned,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=DEVICE_TOKENS,
+            hash_block_size=DEVICE_TOKENS,
+        )
+        if drafts:
+            self.scheduler.num_spec_tokens = drafts
+            if asynchronous:
+                self.scheduler._spec_token_placeholders = [-1] * drafts
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.all_free = self.pool.get_num_free_blocks()
+        self.connector: Any = self.scheduler.connector
+        self.half: SchedulerHalf = self.connector._scheduler
         self.in_flight: deque[SchedulerOutput] = deque()
         self.requests: dict[str, Request] = {}
         self.frontiers: list[Frontier] = []
