@@ -163,7 +163,8 @@ class KVManager:
 
         *keys* follow each other in a prompt, *parent* is the block before them. When host memory
         has no room for all, the leading ones get it. Without a task ``task_id`` is 0: ``DONE`` if
-        nothing is missing, ``FAILED`` if there is no room or not all workers are attached.
+        all is there, ``FAILED`` if others are still saving it, if there is no room, or if not all
+        workers are attached.
         """
         with self._lock:
             if not self._sessions.can_transfer(owner):
@@ -193,7 +194,8 @@ class KVManager:
             self._cache.touch(known)
             self.counters.add(metrics.SHED_BLOCKS, shed)
             if not task.keys:
-                return TaskStatus(0, TaskState.FAILED if shed else TaskState.DONE)
+                found = len(known) == len(store_keys)
+                return TaskStatus(0, TaskState.DONE if found else TaskState.FAILED)
             self._next_task += 1
             self._puts[task.task_id] = task
             return self._status_of_put(task)
