@@ -89,8 +89,12 @@ class RawClient:
         self.sock.close()
 
 
-def memfds() -> int:
-    """Descriptors of host tiers that this process holds."""
+def memfds() -> set[tuple[str, int]]:
+    """Descriptors of host tiers, with inodes; those of earlier tests may go at any moment."""
     gc.collect()  # a mapping holds one until it is collected
     links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
-    return sum("memfd:kvstrata-host" in os.readlink(fd) for fd in links if os.path.islink(fd))
+    return {(fd, os.stat(fd).st_ino) for fd in links if _is_host_tier(fd)}
+
+
+def _is_host_tier(fd: str) -> bool:
+    return os.path.islink(fd) and "memfd:kvstrata-host" in os.readlink(fd)
