@@ -35,7 +35,7 @@ PROMPT_TOKENS: Final = (
 )  # whole blocks and two: ExampleConnector finds nothing at one
 BLOCK_TOKENS: Final = 64  # of KVStrata
 VOCABULARY: Final = 1024
-HOST_BYTES: Final = 1 << 30
+HOST_BYTES: Final = 512 << 20
 DISK_BYTES: Final = 4 << 30
 SMALL_HOST_PROMPTS: Final = 1.2  # the small host memory holds so many of the largest prompt
 
@@ -528,8 +528,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time to first token in vLLM, by configuration.")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="5 repetitions")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=384, help="hidden size, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw (needs matplotlib)")
     parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
