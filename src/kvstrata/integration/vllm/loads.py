@@ -42,7 +42,7 @@ class _Lookup:
 
 @dataclass(slots=True)
 class _RunningLoad:
-    request_id: str
+    request_id: str | None  # None once the request is over
     connection: int
     keys: list[BlockKey]
     workers_left: int
@@ -152,17 +152,25 @@ class Loads:
                 continue
             del self._running[task_id]
             if load.failed:
-                self._refused.add(load.request_id)
                 lost += load.keys
+                if load.request_id is not None:
+                    self._refused.add(load.request_id)
             if load.connection == self._link.number:
                 self._link.submit(p.Fail([task_id]) if load.failed else p.Complete([task_id]))
         return lost
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether workers are still to fill, or have failed to fill, blocks of the request."""
+        return any(load.request_id == request_id for load in self._running.values())
 
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that still runs is ended by the workers."""
         self._drop(request_id)
         self._refused.discard(request_id)
         self._sources.pop(request_id, None)
+        for load in self._running.values():
+            if load.request_id == request_id:
+                load.request_id = None
 
     def reset(self) -> None:
         """Answers of before do not count."""

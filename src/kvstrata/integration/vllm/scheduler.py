@@ -138,7 +138,9 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: list[int]) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and self._saves_wanted:
+        # vLLM counts tokens as computed that a running load has yet to bring.
+        loading = self._loads.is_loading(request.request_id)
+        if tracked is not None and self._saves_wanted and not loading:
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             # The last sampled token was never an input, so it has no KV.
             self._offer(tracked, min(computed, request.num_tokens - 1), lambda: block_ids)
