@@ -22,13 +22,19 @@ class Worker:
         self, path: Path, *, patience_seconds: float = 60.0, prefault: bool = True
     ) -> None:
         self.mappings: list[HostMapping] = []
+        self.current: HostMapping | None = None
         self.attachment = Attachment(
             path,
             worker_hello(),
-            self.mappings.append,
+            self._take,
             patience_seconds=patience_seconds,
             prefault=prefault,
         )
+
+    def _take(self, mapping: HostMapping | None) -> None:
+        self.current = mapping
+        if mapping is not None:
+            self.mappings.append(mapping)
 
     def close(self) -> None:
         self.attachment.close()
@@ -95,6 +101,17 @@ def test_memory_of_a_server_that_is_gone_is_let_go_with_its_last_array(path: Pat
         assert kept[3, 4095] == 7
         del kept
         eventually(lambda: memfds() <= before, "old memory is kept")
+
+
+def test_memory_of_a_server_that_is_gone_is_not_kept_until_the_next_one(path: Path) -> None:
+    """The next one may need it: what is mapped counts as used when it looks for memory."""
+    with contextlib.closing(Worker(path)) as worker:
+        with serving(config(4), path):
+            eventually(lambda: worker.current is not None, "no mapping arrives")
+        eventually(lambda: worker.current is None, "old memory is kept")
+        with serving(config(4), path):
+            eventually(lambda: worker.current is not None, "no mapping arrives")
+            assert worker.current is worker.mappings[1]
 
 
 class LyingServer:

@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05  # an attempt costs microseconds, and a request may wait for it
 _WELCOME_SECONDS = 60.0  # the first client of a server waits for its disk tier to open
+_KEEP_SECONDS = 1.0  # of a dead server's memory, for plans that were made before it died
 
 
 class Attachment:
@@ -29,20 +30,22 @@ class Attachment:
         self,
         path: Path,
         hello: p.Hello,
-        mapped: Callable[[HostMapping], None],
+        mapped: Callable[[HostMapping | None], None],
         *,
         patience_seconds: float,
         prefault: bool,
     ) -> None:
         """*mapped* is called, on the thread, with each new mapping before the server counts on it.
 
-        An absent server is logged once it has been absent for *patience_seconds*.
+        It is called with None a moment after a server is gone, since the next one may need the
+        memory. An absent server is logged once it has been absent for *patience_seconds*.
         """
         self._path = path
         self._hello = hello
         self._mapped = mapped
         self._patience_seconds = patience_seconds
         self._was_mapped = False
+        self._keeps_memory = False
         self._prefault = prefault
         self._stop = threading.Event()
         self._client: ManagerClient | None = None
@@ -66,7 +69,11 @@ class Attachment:
             except (KVStrataError, OSError) as e:
                 if self._was_mapped:
                     self._was_mapped, told, failed_since = False, "", time.monotonic()
-                patient = time.monotonic() - failed_since < self._patience_seconds
+                absent_seconds = time.monotonic() - failed_since
+                if self._keeps_memory and absent_seconds > _KEEP_SECONDS:
+                    self._keeps_memory = False
+                    self._mapped(None)
+                patient = absent_seconds < self._patience_seconds
                 if not patient and str(e) != told:
                     told = str(e)
                     _log.warning("no cache server to attach to at %s: %s", self._path, e)
@@ -81,7 +88,7 @@ class Attachment:
                 raise ProtocolError("the server sent no descriptor of its host tier")
             mapping = _map(descriptor, welcome)
             self._mapped(mapping)
-            self._was_mapped = True
+            self._was_mapped = self._keeps_memory = True
             client.submit(p.Mapped(0))
             if self._prefault:
                 mapping.touch(self._stop)

@@ -51,5 +51,5 @@ class AttachedWorker:
         if self._attachment is not None:
             self._attachment.close()
 
-    def _set_mapping(self, mapping: HostMapping) -> None:
+    def _set_mapping(self, mapping: HostMapping | None) -> None:
         self.half.mapping = mapping
