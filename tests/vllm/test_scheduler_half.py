@@ -40,7 +40,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstrata.core.config import Config
+from kvstrata.core.errors import ServerUnavailable
 from kvstrata.core.load import load_config
+from kvstrata.integration.vllm import worker as worker_module
 from kvstrata.integration.vllm.geometry import pages_from_tensors
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
 from kvstrata.integration.vllm.setup import EngineIdentity
@@ -240,7 +242,7 @@ class Engine:
         identity = EngineIdentity.of(load_config(settings), config, planned)
         self.block_bytes = identity.block_bytes
 
-        def mapped(mapping: HostMapping) -> None:
+        def mapped(mapping: HostMapping | None) -> None:
             worker.mapping = mapping
 
         self.attachment = Attachment(
@@ -818,6 +820,38 @@ def test_failed_loads_are_computed_instead(bench: Bench, monkeypatch: pytest.Mon
     engine.serve("c", prompt(1, 60), 2)
     engine.forget_device()
     assert engine.serve("d", prompt(1, 60), 2) == 56
+
+
+def test_abort_within_a_load_saves_nothing_of_what_has_not_arrived(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM counts the tokens as computed, and a server that came meanwhile lacks them."""
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    aborted = threading.Event()
+
+    def broken(device_blocks: Any, rows: Any) -> None:
+        aborted.wait(PATIENCE_SECONDS)
+        raise OSError("no")
+
+    monkeypatch.setattr(worker_module, "_COPY_HERE_BYTES", 0)
+    monkeypatch.setattr(engine.runner.half._copier, "copy_to_device", broken)
+    engine.add("b", prompt(1, 60), 2)
+
+    def loads() -> bool:
+        engine.step()
+        return "b" in engine.runner.loaded_tokens
+
+    eventually(loads, "no load begins")
+    bench.manager.reset(engine.half._namespace)
+    engine.half._link._drop(ServerUnavailable("gone"))
+    engine.ready(bench.manager)
+    engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    aborted.set()
+    engine.run()
+    assert bench.saved_keys() == set()
+    assert engine.half._loads._refused == set()
 
 
 def test_failed_saves_are_not_found_and_made_again(
