@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import KVStrataError
+from kvstrata.core.errors import KVStrataError, ProtocolError
 from kvstrata.core.types import NamespaceId
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient, Pending, refusal
@@ -149,7 +149,8 @@ class CacheLink:
             return
         if isinstance(reply, p.Refused):
             raise refusal(reply)
-        assert isinstance(reply, p.Welcome)
+        if not isinstance(reply, p.Welcome):
+            raise ProtocolError(f"{type(reply).__name__} is no answer to a hello")
         self._welcomed, self._told = True, ""
         self.server_id = reply.server_id
         _log.info("connected to the cache server at %s", self._path)
