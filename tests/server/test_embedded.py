@@ -1,6 +1,7 @@
 """The server as a child: it ends with its parent, however that ends, and comes back when it dies."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.caches import ALICE, BLOCK_BYTES, PATIENCE_SECONDS, config, content, eventually, keys
@@ -183,3 +185,68 @@ def test_child_that_dies_at_once_is_not_revived_more_often_than_configured(path:
         server.revive()
         assert server.pid == first
         path.unlink()
+
+
+def kill(server: EmbeddedServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    eventually(lambda: not is_alive(server.pid), "it does not die")
+
+
+def revived(server: EmbeddedServer, path: Path) -> bool:
+    server.revive()
+    try:
+        observe(path, timeout_seconds=PATIENCE_SECONDS).close()
+    except ServerUnavailable:
+        return False
+    return True
+
+
+def test_why_a_dead_child_does_not_come_back_is_told(
+    tmp_path: Path, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    with child(config(4, disk, reconnect_seconds=0.01), path) as server:
+        kill(server)
+        disk.rename(tmp_path / "mislaid")
+        disk.write_text("a file")
+
+        def told() -> bool:
+            server.revive()
+            return "is not a directory" in caplog.text
+
+        with caplog.at_level(logging.WARNING):
+            eventually(told, "nothing is said")
+        disk.unlink()
+        (tmp_path / "mislaid").rename(disk)
+        eventually(lambda: revived(server, path), "it is not revived")
+        server.revive()
+
+
+def test_child_that_cannot_be_launched_is_tried_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OSError("no more processes")
+
+    with child(config(4, reconnect_seconds=0.001), path) as server:
+        kill(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuses)
+            for _ in range(3):
+                with pytest.raises(OSError, match="no more processes"):
+                    eventually(lambda: bool(server.revive()), "it is not tried")  # type: ignore[func-returns-value]  # until it raises
+        eventually(lambda: revived(server, path), "it is not revived")
+        server.revive()
+
+
+def test_child_that_says_something_else_is_an_error_of_ours(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = subprocess.Popen
+
+    def chatty(_: list[str], **options: Any) -> Any:
+        return real([sys.executable, "-c", "print('hello')"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", chatty)
+    with pytest.raises(ServerUnavailable, match="hello"):
+        EmbeddedServer(config(4), path, block_bytes=BLOCK_BYTES)

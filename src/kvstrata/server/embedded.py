@@ -38,7 +38,13 @@ class EmbeddedServer:
         self._orders = ChildOrders(config_to_json(config), str(path), block_bytes)
         self._retry_seconds = config.reconnect_seconds
         self._launch()
-        ready = self._wait_ready(config.start_timeout_seconds)
+        try:
+            ready = self._wait_ready(config.start_timeout_seconds)
+        except ServerUnavailable:
+            self._launcher.kill()  # if it is that slow it has not become a server yet
+            self._launcher.wait()
+            self.close()
+            raise
         if ready.error:
             self.close()
             raise refusal(Refused(0, ready.error, ready.message, ready.hint))
@@ -48,23 +54,21 @@ class EmbeddedServer:
         """Start the server again if it has died; does not wait for it, costs little if it lives."""
         self._launcher.poll()  # takes the exit code: it ends as soon as the server runs
         events = self._events()
+        if events & select.POLLIN:
+            self._take_ready(self._read_ready())
         if not events & select.POLLHUP:
-            if events & select.POLLIN:
-                self.pid = self._read_ready().pid
             return
         if time.monotonic() - self._started_at < self._retry_seconds:
             return
         _log.warning("the cache server has died: restart")
-        self.close()
-        self._launch()
+        dead = self._launcher
+        self._launch()  # if it cannot be launched the pipes of the dead one still say so
+        _close_pipes(dead)
 
     def close(self) -> None:
         """Cut the lifeline. The server ends by itself once all is on disk."""
         self._launcher.poll()
-        for pipe in (self._launcher.stdin, self._launcher.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        _close_pipes(self._launcher)
 
     def _launch(self) -> None:
         self._started_at = time.monotonic()
@@ -91,9 +95,6 @@ class EmbeddedServer:
             ready = self._read_ready()
             self._launcher.wait()  # it had ended before the server began to open its tiers
             return ready
-        self._launcher.kill()  # if it is that slow it has not become a server yet
-        self._launcher.wait()
-        self.close()
         raise ServerUnavailable(
             f"the embedded cache server was not ready within {timeout_seconds} s",
             hint="see its messages above; raise `start_timeout_seconds` if it needs longer",
@@ -101,4 +102,20 @@ class EmbeddedServer:
 
     def _read_ready(self) -> ChildReady:
         assert self._launcher.stdout is not None
-        return msgspec.json.decode(self._launcher.stdout.readline(), type=ChildReady)
+        line = self._launcher.stdout.readline()
+        try:
+            return msgspec.json.decode(line, type=ChildReady)
+        except msgspec.MsgspecError as e:
+            raise ServerUnavailable(f"the embedded cache server said {line[:200]!r}") from e
+
+    def _take_ready(self, ready: ChildReady) -> None:
+        self.pid = ready.pid
+        if ready.error:
+            _log.warning("the cache server cannot start again: %s", ready.message)
+
+
+def _close_pipes(launcher: subprocess.Popen[bytes]) -> None:
+    for pipe in (launcher.stdin, launcher.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
