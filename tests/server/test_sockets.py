@@ -51,6 +51,36 @@ def test_directory_is_for_its_owner(temp: Path) -> None:
     assert len(sockets.embedded_socket("x" * 200).name) == 45
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [("x" * 200, "x" * 201), (f"{'i' * 36}_dp1", f"{'i' * 36}_dp10")]
+)
+def test_engines_with_long_names_have_sockets_of_their_own(
+    temp: Path, one: str, other: str
+) -> None:
+    """vLLM adds its data-parallel rank at the end of a name of 36 characters."""
+    assert sockets.embedded_socket(one) != sockets.embedded_socket(other)
+
+
+def test_name_of_an_engine_is_no_path(temp: Path) -> None:
+    assert sockets.embedded_socket("../a/b").parent == sockets.runtime_directory()
+
+
+def test_socket_in_a_directory_that_is_closed_to_us_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    class Closed(socket.socket):
+        connect = closed
+
+    monkeypatch.setattr(socket, "socket", Closed)
+    monkeypatch.setattr(Path, "lstat", closed)
+    monkeypatch.setattr(Path, "exists", closed)
+    with pytest.raises(ConfigError, match="is closed to us"):
+        sockets.connect(path, 1.0)
+
+
 @pytest.mark.parametrize("bits", [0o750, 0o701, 0o722])
 def test_directory_that_others_can_use_is_refused(temp: Path, bits: int) -> None:
     sockets.runtime_directory().chmod(bits)

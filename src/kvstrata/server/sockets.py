@@ -9,8 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from blake3 import blake3
+
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 
+_NAME_CHARACTERS: Final = 40  # of a socket without its suffix: a path holds 107 bytes
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED, man 7 unix
 
 
@@ -37,7 +40,10 @@ def runtime_directory() -> Path:
 
 def embedded_socket(engine_id: str) -> Path:
     """Where the embedded server of engine *engine_id* listens; its workers know it from the id."""
-    return runtime_directory() / f"{engine_id[:40]}.sock"
+    name = engine_id
+    if len(name) > _NAME_CHARACTERS or "/" in name:
+        name = blake3(name.encode()).hexdigest(length=_NAME_CHARACTERS // 2)
+    return runtime_directory() / f"{name}.sock"
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -61,7 +67,7 @@ def listen(path: Path) -> socket.socket:
     except OSError as e:
         sock.close()
         raise ConfigError(
-            f"cannot listen at {path}: {e.strerror}",
+            f"cannot listen at {path}: {e.strerror or e}",
             hint="name a socket in a directory that exists and that you may write to",
         ) from e
     finally:
@@ -81,7 +87,7 @@ def connect(path: Path, timeout_seconds: float) -> socket.socket:
         owner = peer_uid(sock)
     except PermissionError as e:
         sock.close()
-        raise _not_ours(path, path.lstat().st_uid if path.exists() else -1) from e
+        raise _not_ours(path, _owner(path)) from e
     except OSError as e:
         sock.close()
         raise ServerUnavailable(
@@ -129,8 +135,16 @@ def _remove_dead(path: Path) -> None:
     )
 
 
-def _not_ours(path: Path, uid: int) -> ConfigError:
+def _owner(path: Path) -> int | None:
+    try:
+        return path.lstat().st_uid
+    except OSError:  # it lies in a directory of somebody else
+        return None
+
+
+def _not_ours(path: Path, uid: int | None) -> ConfigError:
+    owner = "is closed to us" if uid is None else f"belongs to uid {uid}"
     return ConfigError(
-        f"the socket {path} belongs to uid {uid}, this process is uid {os.getuid()}",
+        f"the socket {path} {owner}, this process is uid {os.getuid()}",
         hint="run server and engine as the same user, or name another socket",
     )
