@@ -213,7 +213,7 @@ class Config(BaseModel):
     )
     lookup_timeout_seconds: Seconds = Field(
         default=0.1,
-        description="Seconds after which a lookup without a reply counts as a miss.",
+        description="Seconds after which the server is too slow: a lookup is a miss, a save is given up.",
         examples=["0.1"],
     )
     load_timeout_seconds: Seconds = Field(
@@ -227,8 +227,7 @@ class Config(BaseModel):
     save_timeout_seconds: Seconds = Field(
         default=5.0,
         description=(
-            "Seconds after which an unanswered or unfinished save is abandoned and its device "
-            "blocks are let go."
+            "Seconds after which an unfinished save is abandoned and its device blocks are let go."
         ),
         examples=["5"],
     )
