@@ -76,7 +76,7 @@ class Attachment:
                 patient = absent_seconds < self._patience_seconds
                 if not patient and str(e) != told:
                     told = str(e)
-                    _log.warning("no cache server to attach to at %s: %s", self._path, e)
+                    _log.warning("no cache server to attach to at %s: %s", self._path, told)
             self._stop.wait(_RETRY_SECONDS)
 
     def _attach_and_stay(self) -> None:

@@ -144,7 +144,9 @@ class _Connection:
                 except KVStrataError as e:
                     self._refuse(request, e)
         except (KVStrataError, OSError) as e:
-            _log.warning("a connection is closed: %s", e)
+            _log.warning(
+                "a connection is closed: %s", str(e)
+            )  # not e: a handler that keeps it keeps all that run held
         except Exception:  # noqa: BLE001 - thread top: what the client held must be released
             _log.exception("a connection is closed by a bug")
         finally:
