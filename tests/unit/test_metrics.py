@@ -48,12 +48,3 @@ def test_two_servers_in_one_process_do_not_share_counters() -> None:
     one.add(metrics.LOOKUPS, 1)
     assert one.snapshot()["kvstrata_lookups_total"] == 1
     assert other.snapshot()["kvstrata_lookups_total"] == 0
-
-
-def test_exposition_is_the_prometheus_text_format() -> None:
-    counters = Counters()
-    counters.add(metrics.EVICTED_BLOCKS, 6, "disk")
-    lines = counters.exposition().splitlines()
-    assert "# TYPE kvstrata_evicted_blocks_total counter" in lines
-    assert 'kvstrata_evicted_blocks_total{tier="disk"} 6.0' in lines
-    assert "kvstrata_lookups_total 0.0" in lines

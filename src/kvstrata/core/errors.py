@@ -11,7 +11,6 @@ class KVStrataError(Exception):
     """Root of the tree. ``hint`` says what to do about it."""
 
     code: ClassVar[str] = "internal"
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -38,14 +37,12 @@ class TierUnavailable(KVStrataError, ConnectionError):
     """A tier cannot be reached: treat its blocks as misses and probe it later."""
 
     code = "tier_unavailable"
-    retryable = True
 
 
 class ServerUnavailable(KVStrataError, ConnectionError):
     """The cache server is gone, refuses us or does not answer in time."""
 
     code = "server_unavailable"
-    retryable = True
 
 
 class ProtocolError(KVStrataError, ValueError):

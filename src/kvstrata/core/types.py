@@ -1,9 +1,7 @@
 """The words that every layer shares."""
 
 import enum
-from typing import Final, Literal, NamedTuple
-
-Tier = Literal["host", "disk", "remote"]
+from typing import Final, NamedTuple
 
 BlockKey = bytes
 """Identity of a block's content in context, ``BLOCK_KEY_BYTES`` long."""

@@ -10,6 +10,8 @@ from kvstrata.core.types import StoreKey
 class EvictionPolicy(Protocol):
     """The order in which the blocks of one tier are given up."""
 
+    def __len__(self) -> int: ...
+
     def add(self, key: StoreKey) -> None: ...
 
     def touch(self, keys: Iterable[StoreKey]) -> None:

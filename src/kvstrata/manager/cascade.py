@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 _WRITE_BATCH_BYTES: Final = 8 << 20
 _DRAIN_POLL_SECONDS: Final = 0.005
+_FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to disk
 
 
 class Cascade:
@@ -71,9 +72,13 @@ class Cascade:
 
         On ``TierUnavailable`` it is done later, before anything else is written.
         """
-        with self._write_lock:
-            self._owed_drops.append(namespace)
+        self._owed_drops.append(namespace)
+        if not self._write_lock.acquire(timeout=_FORGET_SECONDS):
+            raise TierUnavailable(f"the disk does not end a write within {_FORGET_SECONDS} s")
+        try:
             self._pay_drops()
+        finally:
+            self._write_lock.release()
 
     def report(self) -> TierReport:
         size = self._disk.statistics()
@@ -140,8 +145,8 @@ class Cascade:
 
     def _pay_drops(self) -> None:
         while self._owed_drops:
-            self._disk.drop_namespace(self._owed_drops[-1])
-            self._owed_drops.pop()
+            self._disk.drop_namespace(self._owed_drops[0])  # others may append meanwhile
+            self._owed_drops.pop(0)
 
     def _write_later(self, batch: Sequence[Entry]) -> None:
         with self._lock:

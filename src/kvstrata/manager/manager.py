@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, KVStrataError
-from kvstrata.core.limits import check_host_capacity, resolve_host_capacity
+from kvstrata.core.limits import resolve_host_capacity
 from kvstrata.core.types import BlockKey, NamespaceId, Read, StoreKey
 from kvstrata.index.prefix_index import NO_SLOT, Entry
 from kvstrata.manager.cascade import Cascade, open_disk
@@ -45,7 +45,6 @@ class KVManager:
         self._drain_timeout_seconds = config.drain_timeout_seconds
         self._lease_seconds = _LEASE_SECONDS + config.load_timeout_seconds
         host_bytes = resolve_host_capacity(config.host_tier)
-        check_host_capacity(host_bytes)
         self._memory = HostMemory(
             capacity_bytes=host_bytes, block_bytes=block_bytes, server_id=self.server_id
         )

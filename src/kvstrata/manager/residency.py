@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoredBlock, StoreKey
-from kvstrata.index.eviction import LRU
+from kvstrata.index.eviction import LRU, EvictionPolicy
 from kvstrata.index.prefix_index import NO_SLOT, Entry, PrefixIndex
 from kvstrata.index.slots import SlotPool
 from kvstrata.manager.report import NamespaceReport
@@ -23,8 +23,8 @@ class Residency:
         self.memory = memory
         self._counters = counters
         self._slots = SlotPool(memory.slots)
-        self._host = LRU()
-        self._disk = LRU()
+        self._host: EvictionPolicy = LRU()
+        self._disk: EvictionPolicy = LRU()
         self._disk_capacity = disk_capacity_blocks
         self._unwritten: OrderedDict[StoreKey, Entry] = OrderedDict()  # in host memory, not on disk
         self._parting: set[int] = set()  # slots of forgotten blocks that are still leased

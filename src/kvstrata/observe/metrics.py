@@ -2,7 +2,7 @@
 
 from typing import Final, Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter
 
 Label = Literal["host", "disk", "none"]
 
@@ -93,7 +93,3 @@ class Counters:
             for sample in family.samples
             if sample.name.endswith("_total")
         }
-
-    def exposition(self) -> str:
-        """The Prometheus text format."""
-        return generate_latest(self._registry).decode()

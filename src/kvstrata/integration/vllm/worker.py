@@ -46,7 +46,6 @@ class WorkerSettings:
     world_size: int
     tokens_per_block: int
     load_timeout_seconds: float = 10.0
-    copy_threads: int = 1
 
 
 @dataclass(slots=True)
@@ -92,7 +91,7 @@ class WorkerHalf:
         self._rank_bytes = self.geometry.rank_bytes(settings.tokens_per_block)
         self._clock = clock
         self._copier: DeviceCopier | None = None
-        self._lanes = Lanes[Copied](threads=settings.copy_threads)
+        self._lanes = Lanes[Copied](threads=1)
         self._loads: dict[int, _Task] = {}  # by task id, oldest first
         self._task_of: dict[Handle[Copied], _Task] = {}
         self._received: set[str] = set()
