@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstrata.cli import serve as serve_module
+from kvstrata.cli.diagnosis import check_disk
 from kvstrata.cli.main import app
-from kvstrata.core.config import Config
+from kvstrata.core.config import Config, DiskTier
 from kvstrata.core.load import load_config
 
 PLENTY = str(10**15)
@@ -173,10 +174,13 @@ def test_a_disk_directory_that_is_a_file(tmp_path: Path) -> None:
     assert "kv is not a directory" in refused("model", "--disk", f"{tmp_path}/kv:1MiB")
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_disk_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir(mode=0o500)
-    assert "may not write in" in refused("model", "--disk", f"{tmp_path}/kv:1MiB")
+def test_a_disk_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    (finding,) = check_disk(DiskTier(path=tmp_path, capacity=1 << 20))
+    assert finding.level == "problem"
+    assert "may not write in" in finding.message
 
 
 @pytest.mark.parametrize(
