@@ -24,7 +24,7 @@ help: ## List the targets
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: .venv ## See the cache work, in under a minute
+demo: .venv ## See the cache work, in a few minutes
 	$(BIN)/kvstrata demo
 
 test: lint ## Every check: lint, then the whole test suite

@@ -1,5 +1,6 @@
 """``KVStrataConnector``: what vLLM 0.32 sees. Each hook goes to the half that its process has."""
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ``ConfigError``, before serving starts, for whatever cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         check_vllm()
+        _log_as_vllm_does()
         config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: AttachedWorker | None = None
@@ -162,3 +164,11 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM sets up its own logger only: without handlers our warnings come bare, the rest never."""
+    ours, theirs = logging.getLogger("kvstrata"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
