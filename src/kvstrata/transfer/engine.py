@@ -1,6 +1,7 @@
 """The server's I/O threads: blocks between host slots and one store, never on the caller's thread."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ _log = logging.getLogger(__name__)
 
 _READ_BATCH_BYTES = 4 << 20
 _READERS = 4
+_WRITER_NICENESS = 10
 _RETRY_SECONDS = 1.0  # a store that failed is tried again after this, woken or not
 
 
@@ -80,6 +82,8 @@ class TransferEngine:
         done(start, reads)
 
     def _write_loop(self) -> None:
+        # Nobody waits for these writes, and the engine next door may have the same cores.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
         while not self._closing.is_set():
             self._work.clear()
             try:
