@@ -36,6 +36,7 @@ class Order:
     configuration: str
     folder: str  # for this engine's files
     model: str
+    dtype: str
     engine_id: str
     host_bytes: int  # of a configuration that is to keep everything in host memory
     small_host_bytes: int  # of one that is to forget it soon
@@ -96,6 +97,7 @@ def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
     Path(order.folder, "disk").mkdir(parents=True, exist_ok=True)
     engine = LLM(
         model=order.model,
+        dtype=order.dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
         block_size=BLOCK_TOKENS,

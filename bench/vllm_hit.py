@@ -27,7 +27,8 @@ from typing import Any, Final
 
 __all__ = ["Sample", "Samples", "Verdict", "markdown", "verdicts"]
 
-OPERATIONS: Final = ("miss", "device hit", "host hit", "disk hit")
+TIMES: Final = {"miss": 1, "device hit": 3, "host hit": 3, "disk hit": 1}  # in a repetition
+OPERATIONS: Final = tuple(TIMES)
 PROMPT_TOKENS: Final = (
     1026,
     2050,
@@ -35,6 +36,7 @@ PROMPT_TOKENS: Final = (
 )  # whole blocks and two: ExampleConnector finds nothing at one
 BLOCK_TOKENS: Final = 64  # of KVStrata
 VOCABULARY: Final = 1024
+DTYPES: Final = {"float32": 4, "bfloat16": 2}  # bytes
 HOST_BYTES: Final = 512 << 20
 DISK_BYTES: Final = 4 << 30
 SMALL_HOST_PROMPTS: Final = 1.2  # the small host memory holds so many of the largest prompt
@@ -74,6 +76,7 @@ class Sample:
     tokens: int
     operation: str
     configuration: str
+    again: int  # a hit is asked for several times
     seconds: float
     cached_tokens: int
     as_meant: bool  # it was the miss or hit, of the size and from the tier, that it should be
@@ -83,11 +86,11 @@ class Samples:
     """What was measured, by cell; only samples that were as meant count."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
-        self._cells: dict[tuple[int, str, str], dict[int, float]] = {}
+        self._cells: dict[tuple[int, str, str], dict[tuple[int, int], float]] = {}
         for s in samples:
             cell = self._cells.setdefault((s.tokens, s.operation, s.configuration), {})
             if s.as_meant:
-                cell[s.repetition] = s.seconds
+                cell[s.repetition, s.again] = s.seconds
 
     def cells(self) -> list[tuple[int, str, str]]:
         """(tokens, operation, configuration) of everything that was tried, in table order."""
@@ -100,10 +103,10 @@ class Samples:
     def pairs(
         self, tokens: int, one: tuple[str, str], other: tuple[str, str]
     ) -> list[tuple[float, float]]:
-        """Seconds of two (operation, configuration) in the same repetition."""
+        """Seconds of two (operation, configuration) measured close to each other."""
         left = self._cells.get((tokens, *one), {})
         right = self._cells.get((tokens, *other), {})
-        return [(left[r], right[r]) for r in sorted(left.keys() & right.keys())]
+        return [(left[turn], right[turn]) for turn in sorted(left.keys() & right.keys())]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -338,14 +341,15 @@ class Run:
         prompts = {n: self._prompt(n) for n in PROMPT_TOKENS}
         for turn, (tokens, prompt) in enumerate(prompts.items()):
             for operation in ("miss", "device hit", "host hit"):
-                if operation == "host hit":
-                    self._reset(operation)
-                for engine in self._able(operation, number + turn, tokens):
-                    self._measure(number, tokens, operation, engine, prompt)
+                for again in range(TIMES[operation]):
+                    if operation == "host hit":
+                        self._reset(operation)
+                    for engine in self._able(operation, number + turn + again, tokens):
+                        self._measure(number, tokens, operation, again, engine, prompt)
         self._push_to_disk()
         for turn, (tokens, prompt) in enumerate(prompts.items()):
             for engine in self._able("disk hit", number + turn, tokens):
-                self._measure(number, tokens, "disk hit", engine, prompt)
+                self._measure(number, tokens, "disk hit", 0, engine, prompt)
 
     def _able(self, operation: str, rotate: int, tokens: int = 0) -> list[Engine]:
         """The engines to be asked for *operation*, in an order turned by *rotate*."""
@@ -356,7 +360,13 @@ class Run:
         return able[start:] + able[:start]
 
     def _measure(
-        self, number: int, tokens: int, operation: str, engine: Engine, prompt: list[int]
+        self,
+        number: int,
+        tokens: int,
+        operation: str,
+        again: int,
+        engine: Engine,
+        prompt: list[int],
     ) -> None:
         own_disk = operation == "disk hit" and engine.name.startswith("kvstrata")
         promoted = engine.promoted_blocks() if own_disk else 0
@@ -367,7 +377,7 @@ class Run:
         if own_disk:
             as_meant &= engine.promoted_blocks() - promoted == hit // BLOCK_TOKENS
         self.samples.append(
-            Sample(number, tokens, operation, engine.name, seconds, cached, as_meant)
+            Sample(number, tokens, operation, engine.name, again, seconds, cached, as_meant)
         )
         engine.settle()
         self._advance()
@@ -398,7 +408,9 @@ def can_measure(name: str, operation: str, tokens: int) -> bool:
 
 
 def operations_of_repetition(names: Iterable[str]) -> int:
-    return sum(can_measure(n, op, t) for n in names for op in OPERATIONS for t in PROMPT_TOKENS)
+    return sum(
+        TIMES[op] * can_measure(n, op, t) for n in names for op in OPERATIONS for t in PROMPT_TOKENS
+    )
 
 
 def start_engines(options: argparse.Namespace, folder: Path) -> dict[str, Engine]:
@@ -412,15 +424,17 @@ def start_engines(options: argparse.Namespace, folder: Path) -> dict[str, Engine
         heads=options.hidden // 32,
         kv_heads=max(4, options.hidden // 128),
         vocab_size=VOCABULARY,
+        dtype=options.dtype,
     )
     write_tiny_llama(folder / "model", shape)
-    token_bytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2
+    token_bytes = shape.layers * 2 * shape.kv_heads * shape.head_dim * DTYPES[shape.dtype]
     engines = {}
     for name in options.configurations:
         order = {
             "configuration": name,
             "folder": str(folder / name),
             "model": str(folder / "model"),
+            "dtype": options.dtype,
             "engine_id": f"bench-{os.getpid()}-{name}",
             "host_bytes": HOST_BYTES,
             "small_host_bytes": int(SMALL_HOST_PROMPTS * max(PROMPT_TOKENS) * token_bytes),
@@ -518,6 +532,7 @@ def to_json(options: argparse.Namespace, samples: Sequence[Sample]) -> str:
         "threads_bind": environment()["VLLM_CPU_OMP_THREADS_BIND"],
         "hidden": options.hidden,
         "layers": options.layers,
+        "dtype": options.dtype,
         "repetitions": options.repetitions,
     }
     rows = [dataclasses.asdict(sample) for sample in samples]
@@ -530,6 +545,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="5 repetitions")
     parser.add_argument("--hidden", type=int, default=384, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw (needs matplotlib)")
     parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")

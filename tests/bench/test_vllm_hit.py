@@ -24,7 +24,7 @@ TOKENS = PROMPT_TOKENS[1]
 def sample(
     configuration: str, operation: str, milliseconds: float, repetition: int = 1, *, ok: bool = True
 ) -> Sample:
-    return Sample(repetition, TOKENS, operation, configuration, milliseconds / 1e3, 0, ok)
+    return Sample(repetition, TOKENS, operation, configuration, 0, milliseconds / 1e3, 0, ok)
 
 
 def rows(table: str) -> dict[tuple[str, str], list[str]]:
@@ -112,7 +112,7 @@ def test_verdict_of_a_device_hit_is_a_difference() -> None:
 
 def test_every_bound_is_judged_when_all_is_measured() -> None:
     samples = Samples(
-        Sample(1, tokens, operation, name, 0.1, 0, as_meant=True)
+        Sample(1, tokens, operation, name, 0, 0.1, 0, as_meant=True)
         for name in CONFIGURATIONS
         for operation in OPERATIONS
         for tokens in PROMPT_TOKENS
@@ -133,7 +133,7 @@ def test_example_connector_is_not_asked_for_what_kills_it() -> None:
     assert can_measure("example", "disk hit", 2050)
     assert not can_measure("example", "disk hit", 6146)
     assert can_measure("example", "device hit", 6146)
-    assert operations_of_repetition(["none", "example"]) == 6 + 9 - 1
+    assert operations_of_repetition(["none", "example"]) == (3 + 9) * 2 + 2
 
 
 def test_options_and_json() -> None:
