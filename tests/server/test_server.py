@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,13 +26,13 @@ from tests.caches import (
     save,
 )
 from tests.server.harness import RawClient, engine, memfds, serving, worker, worker_hello
+from tests.strangers import NOBODY, needs_root, stranger
 
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.manager import manager as manager_module
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server import server as subject
-from kvstrata.server import sockets
 from kvstrata.server.client import ManagerClient, observe
 from kvstrata.server.server import Server
 
@@ -270,15 +271,24 @@ def test_bad_news_of_a_task_is_logged_and_the_connection_stays(
         assert client.try_wait([task.task_id])[task.task_id].state is TaskState.READY
 
 
-def test_another_user_is_refused(
-    server: Server, witness: ManagerClient, monkeypatch: pytest.MonkeyPatch
+@needs_root
+def test_another_user_is_refused_even_if_the_socket_lets_him_in(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(sockets, "peer_uid", lambda _: os.getuid() + 1)
-    client = RawClient(server.path)
-    assert is_hung_up_on(client)
-    client.close()
-    monkeypatch.undo()
-    observe(server.path).close()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder, "s")
+
+        def knock() -> str:
+            client = RawClient(path)
+            return "hung up on" if is_hung_up_on(client) else "let in"
+
+        with serving(config(4), path):
+            path.chmod(0o666)
+            with stranger(knock) as answer:
+                assert answer == "hung up on"
+            assert f"a connection of uid {NOBODY} is refused" in caplog.text
+            observe(path).close()
 
 
 def test_worker_that_never_mapped_does_not_count(server: Server, witness: ManagerClient) -> None:

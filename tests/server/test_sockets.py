@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.strangers import NOBODY, needs_root, socket_of_a_stranger, stranger
 
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.server import sockets
@@ -88,10 +89,11 @@ def test_directory_that_others_can_use_is_refused(temp: Path, bits: int) -> None
         sockets.runtime_directory()
 
 
-def test_directory_of_another_is_refused(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (temp / "kvstrata-4711").mkdir(mode=0o700)
-    monkeypatch.setattr(os, "getuid", lambda: 4711)
-    with pytest.raises(ConfigError, match="only uid 4711 can use"):
+@needs_root
+def test_directory_of_another_is_refused(temp: Path) -> None:
+    made = sockets.runtime_directory()
+    os.chown(made, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match="only uid 0 can use"):
         sockets.runtime_directory()
 
 
@@ -127,22 +129,38 @@ def test_file_that_is_no_socket_is_refused_and_stays(path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_socket_of_another_is_refused_and_stays(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dead_socket(path)
-    owner = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(ConfigError, match=f"belongs to uid {owner}, this process is"):
-        sockets.listen(path)
-    assert path.is_socket()
+@needs_root
+def test_socket_of_another_is_refused_and_stays() -> None:
+    with socket_of_a_stranger() as path:
+        with pytest.raises(ConfigError, match=f"belongs to uid {NOBODY}, this process is uid 0"):
+            sockets.listen(path)
+        assert path.is_socket()
 
 
-def test_server_of_another_is_not_talked_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sockets.listen(path):
-        monkeypatch.setattr(sockets, "peer_uid", lambda _: os.getuid() + 1)
-        with pytest.raises(ConfigError, match="belongs to uid"):
-            sockets.connect(path, 1.0)
+@needs_root
+def test_server_of_another_is_not_talked_to() -> None:
+    with (
+        socket_of_a_stranger() as path,
+        pytest.raises(ConfigError, match=f"belongs to uid {NOBODY}, this process is uid 0"),
+    ):
+        sockets.connect(path, 1.0)
+
+
+@needs_root
+def test_our_socket_is_closed_to_another() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder, "s")
+
+        def knock() -> str:
+            try:
+                sockets.connect(path, 1.0)
+            except ConfigError as e:
+                return str(e)
+            return "let in"
+
+        with sockets.listen(path), stranger(knock) as answer:
+            assert f"belongs to uid 0, this process is uid {NOBODY}" in answer
 
 
 def test_nobody_there_is_an_outage(path: Path) -> None:

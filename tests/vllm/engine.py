@@ -7,6 +7,7 @@ One line of JSON is one command or one answer.
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -170,16 +171,19 @@ class Engine:
     def kill(self) -> None:
         """``kill -9`` of every process of the engine, but not of its embedded server.
 
-        Python's trackers of shared memory live on: they clean up after vLLM's own.
+        The shared memory that vLLM's processes leave in /dev/shm is removed.
         """
         # vLLM renames its processes, which overwrites their environment: found as descendants.
         family = descendants(self._process.pid) | started_with(self._tag)
+        left = {file for pid in family for file in shared_memory_of(pid)}
         self._process.kill()
         for pid, words in family.items():
             if "kvstrata.server.main" not in words and "resource_tracker" not in words:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._process.wait()
+        for file in left:
+            file.unlink(missing_ok=True)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -306,6 +310,14 @@ def started_with(tag: str) -> dict[int, list[str]]:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace")
                 found[int(entry.name)] = words.split("\0")
     return found
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Files of Python's ``SharedMemory`` that *pid* has mapped."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        return {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", maps)}
+    return set()
 
 
 def is_alive(pid: int) -> bool:

@@ -1,10 +1,12 @@
 """What an operator gets wrong stops the engine at its start, and the log says what to do."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.strangers import NOBODY, needs_root, socket_of_a_stranger
 from tests.vllm.engine import BLOCK_SIZE, Engine, EngineFailed
 
 from kvstrata.core.load import load_config
@@ -30,8 +32,33 @@ def _directory_of_another_geometry(folder: Path) -> Path:
     return disk
 
 
-def test_bad_settings_stop_the_engine_with_a_message(tiny_llama: Path, tmp_path: Path) -> None:
+def _directory_of_another_version(folder: Path) -> Path:
+    disk = folder / "later"
+    config = load_config({"tiers": f"host:1MiB | disk:{disk}:16MiB", "prefault": False})
+    KVManager(config, block_bytes=4096).close()
+    with (disk / "kvstrata.superblock").open("r+b") as superblock:
+        superblock.seek(8)  # docs/on-disk-format.md
+        superblock.write(b"\2")
+    return disk
+
+
+def _contents(*folders: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for folder in folders for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    with socket_of_a_stranger() as path:
+        yield path
+
+
+@needs_root
+def test_bad_settings_stop_the_engine_with_a_message(
+    tiny_llama: Path, tmp_path: Path, theirs: Path
+) -> None:
     foreign = _directory_of_another_geometry(tmp_path)
+    later = _directory_of_another_version(tmp_path)
+    before = _contents(foreign, later)
     cases: dict[str, tuple[dict[str, Any], list[str]]] = {
         "misspelt": ({"tires": "host:64MiB"}, ["tires", "did you mean", "tiers"]),
         "multiple": (
@@ -41,6 +68,15 @@ def test_bad_settings_stop_the_engine_with_a_message(tiny_llama: Path, tmp_path:
         "foreign": (
             {"tiers": f"host:64MiB | disk:{foreign}:16MiB"},
             [str(foreign), "hint:"],
+        ),
+        "later": (
+            {"tiers": f"host:64MiB | disk:{later}:16MiB"},
+            [str(later), "has format version 2, this release reads version 1", "hint:"],
+        ),
+        "huge": ({"tiers": "host:100TiB"}, ["the host tier wants 100.0 TiB", "hint:"]),
+        "theirs": (
+            {"server": "attached", "socket": str(theirs)},
+            [f"the socket {theirs} belongs to uid {NOBODY}", "hint:"],
         ),
     }
     engines = {
@@ -55,3 +91,4 @@ def test_bad_settings_stop_the_engine_with_a_message(tiny_llama: Path, tmp_path:
     finally:
         for engine in engines.values():
             engine.kill()
+    assert _contents(foreign, later) == before
