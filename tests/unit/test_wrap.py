@@ -76,7 +76,7 @@ def test_answers_of_the_store_pass_through(bench: Bench) -> None:
     assert bench.breaker.read_into([b"k"], [memoryview(b"")]) == [Read.MISS]
     assert bench.breaker.write([b"k"], [None], [memoryview(b"")]) == [Write.FULL]
     assert bench.breaker.remove([b"k"]) == [False]
-    assert bench.breaker.statistics() == (1, 2, 3, 4)
+    assert bench.breaker.statistics() == StoreStatistics(1, 2, 3, 4)
     bench.breaker.close()
     assert bench.store.closed
 
@@ -103,7 +103,7 @@ def test_third_failure_in_a_row_opens_it_and_the_store_is_left_alone(bench: Benc
         with pytest.raises(TierUnavailable, match="switched off after 3 failures in a row"):
             call()
     assert bench.store.calls == 3
-    assert bench.breaker.statistics() == (1, 2, 3, 4)
+    assert bench.breaker.statistics() == StoreStatistics(1, 2, 3, 4)
 
 
 def test_one_call_each_while_probes_an_open_store(bench: Bench) -> None:

@@ -13,16 +13,21 @@ class StoreStatistics(NamedTuple):
     capacity_blocks: int
     block_bytes: int
     corrupt_blocks: int  # found damaged and dropped since the store was opened
+    variable: bool = False  # holds values of 1 to block_bytes bytes; else of block_bytes only
 
 
 class Store(Protocol):
-    """A flat map from ``StoreKey`` to exactly ``block_bytes`` bytes.
+    """A flat map from ``StoreKey`` to exactly ``block_bytes`` bytes, or to fewer if *variable*.
 
     * Methods block the calling thread and may be called from several threads at once.
-    * Batches are not transactions: each block succeeds or fails alone.
+    * Batches are not transactions: each block succeeds or fails alone. A key may be in a batch
+      twice, and a batch may be empty.
     * A missing block is a value (``Read.MISS``); an unreachable store raises ``TierUnavailable``
-      and leaves the buffers undefined.
-    * Buffers belong to the caller; nothing of them is kept after the call.
+      and leaves the buffers undefined. What the call was to do may be done in part.
+    * Buffers belong to the caller, are bytes in one piece, and nothing of them is kept after the
+      call. A key or a buffer of a wrong length is a bug of the caller: ``InvariantViolated``.
+
+    ``kvstrata.testing.StoreConformance`` checks all of this for any store.
     """
 
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
@@ -31,6 +36,10 @@ class Store(Protocol):
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         """Copy block ``keys[i]`` into ``buffers[i]``, each exactly ``block_bytes`` long.
+
+        A *variable* store takes buffers of 1 to ``block_bytes`` bytes, fills the first bytes and
+        does not touch the rest: the caller knows the length from the value itself. A buffer
+        shorter than its value raises ``InvariantViolated``.
 
         Returns one ``Read`` per key, in order. Buffers whose block is not ``HIT`` hold garbage.
         """
@@ -44,6 +53,8 @@ class Store(Protocol):
     ) -> list[Write]:
         """Store ``buffers[i]`` under ``keys[i]``; ``parents[i]`` is kept with it.
 
+        Buffers are ``block_bytes`` long; a *variable* store takes 1 to ``block_bytes`` bytes and
+        keeps the length. A key that is there already keeps its value (``EXISTS``).
         A block that is reported ``STORED`` is found by every later call, also after a restart
         if the store is persistent.
         """
