@@ -10,7 +10,7 @@ class StoreStatistics(NamedTuple):
     """A snapshot of one store."""
 
     blocks: int
-    capacity_blocks: int
+    capacity_blocks: int  # 0: no bound of its own
     block_bytes: int
     corrupt_blocks: int  # found damaged and dropped since the store was opened
     variable: bool = False  # holds values of 1 to block_bytes bytes; else of block_bytes only
@@ -38,7 +38,7 @@ class Store(Protocol):
         """Copy block ``keys[i]`` into ``buffers[i]``, each exactly ``block_bytes`` long.
 
         A *variable* store takes buffers of 1 to ``block_bytes`` bytes, fills the first bytes and
-        does not touch the rest: the caller knows the length from the value itself. A buffer
+        leaves the rest undefined: the caller knows the length from the value itself. A buffer
         shorter than its value raises ``InvariantViolated``.
 
         Returns one ``Read`` per key, in order. Buffers whose block is not ``HIT`` hold garbage.
