@@ -1,0 +1,8 @@
+"""Stores around stores, one concern each."""
+
+from kvstrata.storage.wrap.breaker import BreakerStore
+from kvstrata.storage.wrap.forward import WrappedStore
+from kvstrata.storage.wrap.retry import RetryStore
+from kvstrata.storage.wrap.timed import Operation, TimedStore
+
+__all__ = ["BreakerStore", "Operation", "RetryStore", "TimedStore", "WrappedStore"]

@@ -1,0 +1,121 @@
+"""The circuit breaker: a store that keeps failing is left alone."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstrata.core.errors import TierUnavailable
+from kvstrata.storage.store import Store
+from kvstrata.storage.wrap.forward import T, WrappedStore
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that is under way."""
+
+    started: float
+    is_probe: bool
+    counted: bool = False  # as a failure already, since it takes too long
+
+
+class BreakerStore(WrappedStore):
+    """Stops asking a store that keeps failing, and lets one call probe it every while.
+
+    A call fails if it raises ``TierUnavailable`` or takes longer than *slow_seconds*, which is
+    noticed while it still runs: a disk that hangs and reports nothing is switched off too.
+
+    Open after *failures* failures in a row. While open every call raises ``TierUnavailable`` at
+    once, except one probe: never before *retry_seconds* have passed since the last failure, and
+    never two at a time. Only a probe that succeeds closes it; how calls end that began before it
+    opened does not matter any more.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        failures: int = 3,
+        retry_seconds: float = 5.0,
+        slow_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(inner)
+        self._failures = failures
+        self._retry_seconds = retry_seconds
+        self._slow_seconds = slow_seconds
+        self._clock = clock
+        self._lock = threading.Lock()  # guards everything below
+        self._running: set[_Call] = set()
+        self._failed_in_a_row = 0
+        self._is_open = False
+        self._next_probe = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        with self._lock:
+            self._count_overdue(self._clock())
+            return self._is_open
+
+    def _call(self, call: Callable[[], T]) -> T:
+        running = self._admit()
+        try:
+            result = call()
+        except TierUnavailable:
+            self._end(running, failed=True)
+            raise
+        except BaseException:
+            self._forget(running)
+            raise
+        self._end(running, failed=False)
+        return result
+
+    def _admit(self) -> _Call:
+        with self._lock:
+            now = self._clock()
+            self._count_overdue(now)
+            if self._is_open:
+                self._refuse_unless_probe(now)
+            running = _Call(now, is_probe=self._is_open)
+            self._running.add(running)
+            return running
+
+    def _refuse_unless_probe(self, now: float) -> None:
+        if any(call.is_probe for call in self._running):
+            hint = "a call that tries it again is under way"
+        elif now < self._next_probe:
+            hint = f"tried again in {self._next_probe - now:.1f} s"
+        else:
+            return
+        raise TierUnavailable(
+            f"switched off after {self._failed_in_a_row} failures in a row", hint=hint
+        )
+
+    def _end(self, running: _Call, *, failed: bool) -> None:
+        with self._lock:
+            now = self._clock()
+            self._count_overdue(now)
+            self._running.remove(running)
+            if running.counted or running.is_probe is not self._is_open:
+                return
+            if failed:
+                self._count_failure(now)
+            else:
+                self._failed_in_a_row = 0
+                self._is_open = False
+
+    def _forget(self, running: _Call) -> None:
+        """A bug raised: it says nothing about the store."""
+        with self._lock:
+            self._running.remove(running)
+
+    def _count_overdue(self, now: float) -> None:
+        for call in self._running:
+            if not call.counted and now - call.started > self._slow_seconds:
+                call.counted = True
+                self._count_failure(now)
+
+    def _count_failure(self, now: float) -> None:
+        self._failed_in_a_row += 1
+        self._is_open = self._failed_in_a_row >= self._failures
+        self._next_probe = now + self._retry_seconds
