@@ -539,6 +539,21 @@ def test_second_request_of_a_prompt_saves_nothing_again(bench: Bench) -> None:
     assert bench.manager.counters.snapshot()["kvstrata_saved_blocks_total"] == saved == 8
 
 
+@MODES
+def test_what_the_server_has_evicted_is_saved_again(
+    folder: Path, asynchronous: bool, drafts: int
+) -> None:
+    """12 slots of host memory: two other prompts of 8 blocks drive the first one out."""
+    with start(folder, 12) as bench:
+        engine = bench.engine(asynchronous=asynchronous, drafts=drafts)
+        for name, tokens in [("a", prompt(1, 64)), ("b", prompt(2, 64)), ("c", prompt(3, 64))]:
+            engine.serve(name, tokens, 2)
+        engine.forget_device()
+        assert engine.serve("again", prompt(1, 64), 2) == 0
+        engine.forget_device()
+        assert engine.serve("and again", prompt(1, 64), 2) == 64
+
+
 # -- loading -------------------------------------------------------------------------------------
 
 

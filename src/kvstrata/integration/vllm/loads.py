@@ -96,6 +96,13 @@ class Loads:
         lookup.computed_tokens = computed
         return max(0, end - computed)
 
+    def not_found(self, request: Request) -> list[BlockKey]:
+        """The blocks that the server was asked for and does not have (any more)."""
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None or lookup.status is None or lookup.connection != self._link.number:
+            return []
+        return lookup.keys[lookup.status.matched_blocks :]
+
     def plan(self, request: Request, block_ids: list[int], tokens: int) -> list[BlockKey]:
         """vLLM takes *tokens* of the last answer into *block_ids*; the keys that this loads."""
         lookup = self._lookups.pop(request.request_id, None)

@@ -112,6 +112,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """``update_state_after_alloc``."""
+        self._saves.doubt(self._loads.not_found(request))
         keys = self._loads.plan(request, block_ids, external_tokens)
         if keys:
             self._saves.know(keys)
