@@ -1,0 +1,140 @@
+"""The reference: a store that is a dict."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstrata.core.errors import InvariantViolated, TierUnavailable
+from kvstrata.core.types import STORE_KEY_BYTES, Read, StoreKey, Write
+from kvstrata.storage.checksum import digest
+from kvstrata.storage.store import StoreStatistics
+
+
+@dataclass(slots=True)
+class Value:
+    """What a ``MemoryStore`` keeps for a key."""
+
+    content: bytes
+    digest: bytes
+    parent: StoreKey | None
+
+
+class MemoryStore:
+    """A correct ``Store`` in a dict, with a checksum for each block.
+
+    *values* is the dict: a store that is opened with the dict of a closed one holds its blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_bytes: int,
+        capacity_blocks: int,
+        variable: bool = False,
+        values: dict[StoreKey, Value] | None = None,
+    ) -> None:
+        self.values = {} if values is None else values
+        self._block_bytes = block_bytes
+        self._capacity_blocks = capacity_blocks
+        self._variable = variable
+        self._lock = threading.Lock()  # guards everything below and the dict
+        self._corrupt_blocks = 0
+        self._closed = False
+
+    def damage(self, key: StoreKey) -> None:
+        """Flip one bit of the block of *key*, as a broken memory would."""
+        with self._lock:
+            value = self.values[key]
+            value.content = bytes([value.content[0] ^ 0x10]) + value.content[1:]
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+        _check_keys(keys)
+        with self._lock:
+            self._check_open()
+            return [key in self.values for key in keys]
+
+    def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        _check_keys(keys)
+        for buffer in buffers:
+            self._check_length(buffer)
+        with self._lock:
+            self._check_open()
+            return [self._read_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def write(
+        self,
+        keys: Sequence[StoreKey],
+        parents: Sequence[StoreKey | None],
+        buffers: Sequence[memoryview],
+    ) -> list[Write]:
+        _check_keys(keys)
+        _check_keys([parent for parent in parents if parent is not None])
+        for buffer in buffers:
+            self._check_length(buffer)
+        with self._lock:
+            self._check_open()
+            return [
+                self._write_one(key, parent, buffer)
+                for key, parent, buffer in zip(keys, parents, buffers, strict=True)
+            ]
+
+    def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
+        _check_keys(keys)
+        with self._lock:
+            self._check_open()
+            return [self.values.pop(key, None) is not None for key in keys]
+
+    def statistics(self) -> StoreStatistics:
+        with self._lock:
+            self._check_open()
+            return StoreStatistics(
+                len(self.values),
+                self._capacity_blocks,
+                self._block_bytes,
+                self._corrupt_blocks,
+                self._variable,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+
+    def _read_one(self, key: StoreKey, buffer: memoryview) -> Read:
+        value = self.values.get(key)
+        if value is None:
+            return Read.MISS
+        if digest(value.content) != value.digest:
+            del self.values[key]
+            self._corrupt_blocks += 1
+            return Read.CORRUPT
+        if len(value.content) > buffer.nbytes:
+            raise InvariantViolated(
+                f"a buffer of {buffer.nbytes} bytes for a value of {len(value.content)}"
+            )
+        buffer[: len(value.content)] = value.content
+        return Read.HIT
+
+    def _write_one(self, key: StoreKey, parent: StoreKey | None, buffer: memoryview) -> Write:
+        if key in self.values:
+            return Write.EXISTS
+        if len(self.values) == self._capacity_blocks:
+            return Write.FULL
+        self.values[key] = Value(bytes(buffer), digest(buffer), parent)
+        return Write.STORED
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierUnavailable("the memory store is closed")
+
+    def _check_length(self, buffer: memoryview) -> None:
+        shortest = 1 if self._variable else self._block_bytes
+        if not shortest <= buffer.nbytes <= self._block_bytes:
+            raise InvariantViolated(
+                f"a buffer of {buffer.nbytes} bytes, expected {shortest} to {self._block_bytes}"
+            )
+
+
+def _check_keys(keys: Sequence[StoreKey]) -> None:
+    for key in keys:
+        if len(key) != STORE_KEY_BYTES:
+            raise InvariantViolated(f"a store key of {len(key)} bytes, expected {STORE_KEY_BYTES}")

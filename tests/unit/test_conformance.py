@@ -1,0 +1,183 @@
+"""Every store of ours keeps the rules of ``kvstrata.testing``, bare and wrapped.
+
+Stores with needs of their own, such as a server, run the suite in their own test files.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstrata.core.types import StoreKey
+from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.store import Store
+from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore, WrappedStore
+from kvstrata.testing import Fault, FlakyStore, MemoryStore, SlowStore, StoreConformance, Traits
+from kvstrata.testing.memory import Value
+
+BLOCK_BYTES = 4096
+SLOTS = 8
+
+
+class OverMemory(StoreConformance):
+    """A wrapper around the reference; ``wrap`` says which."""
+
+    variable = False
+    inner_bytes = BLOCK_BYTES
+
+    def open_store(self, place: Path) -> Store:
+        self.memory = MemoryStore(
+            block_bytes=self.inner_bytes, capacity_blocks=SLOTS, variable=self.variable
+        )
+        self.flaky = FlakyStore(self.memory)
+        return self.wrap(self.flaky)
+
+    def wrap(self, inner: Store) -> Store:
+        return inner
+
+    def damage(self, store: Store, place: Path, wanted: StoreKey) -> None:
+        self.memory.damage(wanted)
+
+    @contextmanager
+    def outage(self, store: Store, place: Path) -> Iterator[None]:
+        self.flaky.plan = itertools.repeat(Fault.BEFORE)
+        yield
+        self.flaky.plan = iter(())
+
+
+class OverDisk(StoreConformance):
+    """A wrapper around a disk store; ``wrap`` says which."""
+
+    traits = Traits(persistent=True)
+    inner_bytes = BLOCK_BYTES
+
+    def open_store(self, place: Path) -> Store:
+        self.disk = open_disk(place, self.inner_bytes)
+        return self.wrap(self.disk)
+
+    def wrap(self, inner: Store) -> Store:
+        return inner
+
+    def damage(self, store: Store, place: Path, wanted: StoreKey) -> None:
+        flip_a_bit_of(self.disk, wanted, place)
+
+    def outage(self, store: Store, place: Path) -> AbstractContextManager[object]:
+        return broken_disk()
+
+
+def open_disk(place: Path, block_bytes: int) -> DiskStore:
+    slot_bytes = -(-block_bytes // 4096) * 4096 + 4096
+    return DiskStore([place / "disk"], block_bytes=block_bytes, capacity_bytes=SLOTS * slot_bytes)
+
+
+def flip_a_bit_of(store: Store, wanted: StoreKey, place: Path) -> None:
+    """Find the value of *wanted* in the files under *place* and change it there."""
+    buffer = memoryview(bytearray(store.statistics().block_bytes))
+    store.read_into([wanted], [buffer])
+    for path in place.rglob("*"):
+        position = path.read_bytes().find(buffer[:64]) if path.is_file() else -1
+        if position >= 0:
+            with path.open("r+b") as file:
+                file.seek(position)
+                file.write(bytes([buffer[0] ^ 0x10]))
+            return
+    raise AssertionError(f"the value of {wanted!r} is in no file")
+
+
+@contextmanager
+def broken_disk() -> Iterator[None]:
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for call in ("preadv", "pread", "pwritev", "pwrite"):
+            patch.setattr(os, call, broken)
+        yield
+
+
+class TestMemoryStore(OverMemory):
+    pass
+
+
+class TestVariableMemoryStore(OverMemory):
+    variable = True
+
+
+class TestMemoryStoreThatIsOpenedAgain(StoreConformance):
+    traits = Traits(persistent=True)
+
+    def open_store(self, place: Path) -> Store:
+        values = DISKS.setdefault(place, {})
+        return MemoryStore(block_bytes=BLOCK_BYTES, capacity_blocks=SLOTS, values=values)
+
+
+DISKS: dict[Path, dict[StoreKey, Value]] = {}
+
+
+class TestDiskStore(OverDisk):
+    pass
+
+
+class TestForwardOverMemory(OverMemory):
+    def wrap(self, inner: Store) -> Store:
+        return WrappedStore(inner)
+
+
+class Breaker:
+    """One failure opens it, and the next call may probe."""
+
+    def wrap(self, inner: Store) -> Store:
+        return BreakerStore(inner, failures=1, retry_seconds=0)
+
+
+class TestBreakerOverMemory(Breaker, OverMemory):
+    pass
+
+
+class TestBreakerOverDisk(Breaker, OverDisk):
+    pass
+
+
+class Retry:
+    def wrap(self, inner: Store) -> Store:
+        return RetryStore(inner, backoff_seconds=0.001)
+
+
+class TestRetryOverMemory(Retry, OverMemory):
+    pass
+
+
+class TestRetryOverDisk(Retry, OverDisk):
+    pass
+
+
+class TestRetryOfEveryThirdCall(OverMemory):
+    """A store that fails now and then looks like one that does not.
+
+    No rule on what a write or a removal reports: the first attempt may have done it.
+    """
+
+    def wrap(self, inner: Store) -> Store:
+        faults = itertools.cycle([Fault.NONE, Fault.NONE, Fault.BEFORE])
+        return RetryStore(FlakyStore(inner, faults), backoff_seconds=0)
+
+
+class Timed:
+    def wrap(self, inner: Store) -> Store:
+        return TimedStore(inner, lambda *_: None)
+
+
+class TestTimedOverMemory(Timed, OverMemory):
+    pass
+
+
+class TestTimedOverDisk(Timed, OverDisk):
+    pass
+
+
+class TestSlowOverMemory(OverMemory):
+    def wrap(self, inner: Store) -> Store:
+        return SlowStore(inner, 0.0001)
