@@ -16,7 +16,7 @@ KEYS = [b"n" * 16 + bytes([number]) * 32 for number in range(4)]
 
 def make(path: Path) -> DiskStore:
     return DiskStore(
-        path,
+        [path],
         block_bytes=BLOCK_BYTES,
         capacity_bytes=4 * SLOT_BYTES,
         max_blocks_per_file=2,

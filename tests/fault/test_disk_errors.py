@@ -17,7 +17,7 @@ KEYS = [b"n" * 16 + bytes([number]) * 32 for number in range(SLOTS)]
 
 
 def make(path: Path) -> DiskStore:
-    return DiskStore(path, block_bytes=BLOCK_BYTES, capacity_bytes=SLOTS * 8192)
+    return DiskStore([path], block_bytes=BLOCK_BYTES, capacity_bytes=SLOTS * 8192)
 
 
 def block(number: int) -> memoryview:

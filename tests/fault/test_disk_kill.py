@@ -25,7 +25,7 @@ from pathlib import Path
 from kvstrata.core.types import Write
 from kvstrata.storage.disk import DiskStore
 
-store = DiskStore(Path(sys.argv[1]), block_bytes=65536, capacity_bytes=64 * (65536 + 4096),
+store = DiskStore([Path(sys.argv[1])], block_bytes=65536, capacity_bytes=64 * (65536 + 4096),
                   max_blocks_per_file=20)
 
 def say(mark, name):
@@ -103,7 +103,7 @@ def test_every_acknowledged_block_survives_kills_and_nothing_wrong_is_served(
         for line in run_and_kill(tmp_path / "store", choose.randrange(1, 250)):
             ledger.read(line)
         store = DiskStore(
-            tmp_path / "store",
+            [tmp_path / "store"],
             block_bytes=BLOCK_BYTES,
             capacity_bytes=SLOTS * (BLOCK_BYTES + 4096),
             max_blocks_per_file=20,

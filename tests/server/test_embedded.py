@@ -71,7 +71,7 @@ def save_through(path: Path, count: int) -> None:
 
 
 def blocks_on_disk(path: Path) -> int:
-    store = DiskStore(path, block_bytes=BLOCK_BYTES, capacity_bytes=1 << 19)
+    store = DiskStore([path], block_bytes=BLOCK_BYTES, capacity_bytes=1 << 19)
     with contextlib.closing(store):
         stored = {block.key for block in store.blocks()}
         buffer = memoryview(bytearray(BLOCK_BYTES))

@@ -41,7 +41,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = DiskStore(
-            self.root / str(self.lives),
+            [self.root / str(self.lives)],
             block_bytes=self.block_bytes,
             capacity_bytes=self.slots * (-(-self.block_bytes // 4096) * 4096 + 4096),
             max_blocks_per_file=4,

@@ -38,7 +38,7 @@ def aligned(block_bytes: int = BLOCK_BYTES) -> memoryview:
 def make(path: Path, slots: int = 4, *, block_bytes: int = BLOCK_BYTES) -> DiskStore:
     slot_bytes = -(-block_bytes // 4096) * 4096 + 4096
     return DiskStore(
-        path,
+        [path],
         block_bytes=block_bytes,
         capacity_bytes=slots * slot_bytes,
         max_blocks_per_file=3,

@@ -19,7 +19,7 @@ NAMESPACE = b"n" * 16
 
 
 def make(path: Path, slots: int) -> DiskStore:
-    return DiskStore(path, block_bytes=BLOCK_BYTES, capacity_bytes=slots * 8192)
+    return DiskStore([path], block_bytes=BLOCK_BYTES, capacity_bytes=slots * 8192)
 
 
 def key(number: int) -> StoreKey:

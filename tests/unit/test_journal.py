@@ -7,6 +7,8 @@ import pytest
 
 from kvstrata.core.errors import FormatError
 from kvstrata.core.types import StoreKey
+from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.disk_table import BlockTable, parents_first
 from kvstrata.storage.journal import (
     JOURNAL_NAME,
     RECORD_BYTES,
@@ -14,9 +16,11 @@ from kvstrata.storage.journal import (
     Journal,
     Replay,
     load_journal,
+    put_records,
 )
 
 STORE_ID = b"s" * 16
+SYSTEM = FileSystem()
 NAMESPACE = b"n" * 16
 HEADER_BYTES = 128
 
@@ -30,11 +34,17 @@ def entry(slot: int, parent: StoreKey | None = None) -> Entry:
 
 
 def make(directory: Path) -> Journal:
-    return Journal(directory, STORE_ID, Replay())
+    return Journal(SYSTEM, directory, STORE_ID, Replay())
+
+
+def blocks(replay: Replay) -> dict[StoreKey, Entry]:
+    table = BlockTable(100000, replay.puts)
+    entries = {found.key: table.get(found.key) for found in parents_first(table.puts())}
+    return {key: entry for key, entry in entries.items() if entry is not None}
 
 
 def replayed(directory: Path) -> dict[StoreKey, Entry]:
-    return load_journal(directory, STORE_ID).entries
+    return blocks(load_journal(SYSTEM, directory, STORE_ID))
 
 
 def flip(directory: Path, offset_bytes: int) -> None:
@@ -55,58 +65,58 @@ class TestReplay:
 
     def test_puts_removes_and_parents_come_back(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0)), (key(2), entry(1, parent=key(1)))])
-        journal.remove([(key(1), entry(0))])
+        journal.put(put_records([(key(1), entry(0)), (key(2), entry(1, parent=key(1)))]))
+        journal.remove(put_records([(key(1), entry(0))]))
         journal.close()
         assert replayed(tmp_path) == {key(2): entry(1, parent=key(1))}
 
     def test_the_next_generation_is_above_every_one_that_was_used(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), Entry(0, 41, None))])
-        journal.remove([(key(1), Entry(0, 41, None))])
+        journal.put(put_records([(key(1), Entry(0, 41, None))]))
+        journal.remove(put_records([(key(1), Entry(0, 41, None))]))
         journal.close()
-        replay = load_journal(tmp_path, STORE_ID)
+        replay = load_journal(SYSTEM, tmp_path, STORE_ID)
         assert replay.generation == 42
-        Journal(tmp_path, STORE_ID, replay).close()
-        assert load_journal(tmp_path, STORE_ID).generation == 42
+        Journal(SYSTEM, tmp_path, STORE_ID, replay).close()
+        assert load_journal(SYSTEM, tmp_path, STORE_ID).generation == 42
 
     def test_a_drop_takes_only_what_was_put_before_it(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0)), (key(1, b"o" * 16), entry(1))])
+        journal.put(put_records([(key(1), entry(0)), (key(1, b"o" * 16), entry(1))]))
         journal.drop(NAMESPACE)
-        journal.put([(key(2), entry(2))])
+        journal.put(put_records([(key(2), entry(2))]))
         journal.close()
         assert replayed(tmp_path) == {key(1, b"o" * 16): entry(1), key(2): entry(2)}
 
     def test_a_slot_belongs_to_the_last_block_put_into_it(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0)), (key(2), entry(0))])
+        journal.put(put_records([(key(1), entry(0)), (key(2), entry(0))]))
         journal.close()
         assert replayed(tmp_path) == {key(2): entry(0)}
 
     def test_a_compacted_journal_says_the_same(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(n), entry(n)) for n in range(9)])
-        journal.remove([(key(4), entry(4))])
+        journal.put(put_records([(key(n), entry(n)) for n in range(9)]))
+        journal.remove(put_records([(key(4), entry(4))]))
         journal.drop(b"o" * 16)
         before = replayed(tmp_path)
-        journal.compact(before, 500)
-        journal.put([(key(10), entry(4))])
+        journal.compact(put_records(before.items()), 500)
+        journal.put(put_records([(key(10), entry(4))]))
         journal.close()
-        replay = load_journal(tmp_path, STORE_ID)
-        assert replay.entries == {**before, key(10): entry(4)}
+        replay = load_journal(SYSTEM, tmp_path, STORE_ID)
+        assert blocks(replay) == {**before, key(10): entry(4)}
         assert (replay.compact, replay.drops, replay.generation) == (True, 1, 500)
         assert (tmp_path / JOURNAL_NAME).stat().st_size == record(9)
         assert os.listdir(tmp_path) == [JOURNAL_NAME]
 
     def test_compaction_is_wanted_when_most_records_are_outdated(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(n), entry(0)) for n in range(65536)])
+        journal.put(put_records([(key(n), entry(0)) for n in range(65536)]))
         assert not journal.wants_compaction(live=1)
-        journal.put([(key(0), entry(0))])
+        journal.put(put_records([(key(0), entry(0))]))
         assert journal.wants_compaction(live=1)
         assert not journal.wants_compaction(live=20000)
-        journal.compact({}, 1)
+        journal.compact(put_records([]), 1)
         assert not journal.wants_compaction(live=1)
         journal.close()
 
@@ -115,44 +125,44 @@ class TestDamage:
     @pytest.mark.parametrize("kept_bytes", [0, 1, RECORD_BYTES - 1])
     def test_a_torn_tail_is_cut(self, tmp_path: Path, kept_bytes: int) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0)), (key(2), entry(1))])
+        journal.put(put_records([(key(1), entry(0)), (key(2), entry(1))]))
         journal.close()
         os.truncate(tmp_path / JOURNAL_NAME, record(1) + kept_bytes)
-        replay = load_journal(tmp_path, STORE_ID)
-        assert replay.entries == {key(1): entry(0)}
-        journal = Journal(tmp_path, STORE_ID, replay)
-        journal.put([(key(3), entry(1))])
+        replay = load_journal(SYSTEM, tmp_path, STORE_ID)
+        assert blocks(replay) == {key(1): entry(0)}
+        journal = Journal(SYSTEM, tmp_path, STORE_ID, replay)
+        journal.put(put_records([(key(3), entry(1))]))
         journal.close()
         assert replayed(tmp_path) == {key(1): entry(0), key(3): entry(1)}
 
     def test_zeros_after_the_last_record_are_cut(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0))])
+        journal.put(put_records([(key(1), entry(0))]))
         journal.close()
         os.truncate(tmp_path / JOURNAL_NAME, record(40))
-        replay = load_journal(tmp_path, STORE_ID)
-        assert (replay.entries, replay.compact) == ({key(1): entry(0)}, False)
+        replay = load_journal(SYSTEM, tmp_path, STORE_ID)
+        assert (blocks(replay), replay.compact) == ({key(1): entry(0)}, False)
 
     @pytest.mark.parametrize("offset_bytes", range(0, RECORD_BYTES, 5))
     def test_a_flipped_bit_costs_one_record(self, tmp_path: Path, offset_bytes: int) -> None:
         journal = make(tmp_path)
-        journal.put([(key(n), entry(n)) for n in range(3)])
+        journal.put(put_records([(key(n), entry(n)) for n in range(3)]))
         journal.close()
         flip(tmp_path, record(1) + offset_bytes)
         assert replayed(tmp_path) == {key(0): entry(0), key(2): entry(2)}
 
     def test_an_unreadable_drop_forgets_all_that_is_older(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0)), (key(1, b"o" * 16), entry(1))])
+        journal.put(put_records([(key(1), entry(0)), (key(1, b"o" * 16), entry(1))]))
         journal.drop(NAMESPACE)
-        journal.put([(key(2), entry(2))])
+        journal.put(put_records([(key(2), entry(2))]))
         journal.close()
         flip(tmp_path, record(2) + 50)
         assert replayed(tmp_path) == {key(2): entry(2)}
 
     def test_a_record_in_the_wrong_place_is_skipped(self, tmp_path: Path) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0)), (key(2), entry(1))])
+        journal.put(put_records([(key(1), entry(0)), (key(2), entry(1))]))
         journal.close()
         path = tmp_path / JOURNAL_NAME
         data = path.read_bytes()
@@ -164,24 +174,24 @@ class TestDamage:
         make(tmp_path).close()
         flip(tmp_path, offset_bytes)
         with pytest.raises(FormatError, match=r"no journal|is damaged"):
-            load_journal(tmp_path, STORE_ID)
+            load_journal(SYSTEM, tmp_path, STORE_ID)
 
     def test_a_short_header_is_refused(self, tmp_path: Path) -> None:
         make(tmp_path).close()
         os.truncate(tmp_path / JOURNAL_NAME, HEADER_BYTES - 1)
         with pytest.raises(FormatError, match="no journal"):
-            load_journal(tmp_path, STORE_ID)
+            load_journal(SYSTEM, tmp_path, STORE_ID)
 
     def test_another_format_version_is_refused(self, tmp_path: Path) -> None:
         make(tmp_path).close()
         flip(tmp_path, 8)
-        with pytest.raises(FormatError, match="has format version 0"):
-            load_journal(tmp_path, STORE_ID)
+        with pytest.raises(FormatError, match="has format version 3"):
+            load_journal(SYSTEM, tmp_path, STORE_ID)
 
     def test_the_journal_of_another_store_is_refused(self, tmp_path: Path) -> None:
         make(tmp_path).close()
         with pytest.raises(FormatError, match=f"belongs to store {STORE_ID.hex()}"):
-            load_journal(tmp_path, b"t" * 16)
+            load_journal(SYSTEM, tmp_path, b"t" * 16)
 
 
 class TestFullDisk:
@@ -189,13 +199,13 @@ class TestFullDisk:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         journal = make(tmp_path)
-        journal.put([(key(1), entry(0))])
+        journal.put(put_records([(key(1), entry(0))]))
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", _half_then_full())
             with pytest.raises(OSError, match="No space"):
-                journal.put([(key(n), entry(n)) for n in range(2, 6)])
+                journal.put(put_records([(key(n), entry(n)) for n in range(2, 6)]))
         assert (tmp_path / JOURNAL_NAME).stat().st_size == record(1)
-        journal.put([(key(9), entry(9))])
+        journal.put(put_records([(key(9), entry(9))]))
         journal.close()
         assert replayed(tmp_path) == {key(1): entry(0), key(9): entry(9)}
 
@@ -207,10 +217,10 @@ class TestFullDisk:
             patch.setattr(os, "pwrite", _half_then_full())
             patch.setattr(os, "ftruncate", _fail)
             with pytest.raises(OSError, match="Input/output"):
-                journal.put([(key(n), entry(n)) for n in range(4)])
+                journal.put(put_records([(key(n), entry(n)) for n in range(4)]))
             with pytest.raises(OSError, match="Input/output"):
-                journal.put([(key(8), entry(8))])
-        journal.put([(key(9), entry(9))])
+                journal.put(put_records([(key(8), entry(8))]))
+        journal.put(put_records([(key(9), entry(9))]))
         journal.close()
         assert replayed(tmp_path) == {key(9): entry(9)}
 
@@ -218,14 +228,14 @@ class TestFullDisk:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         journal = make(tmp_path)
-        journal.put([(key(n), entry(n)) for n in range(65537)])
+        journal.put(put_records([(key(n), entry(n)) for n in range(65537)]))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", _fail)
             with pytest.raises(OSError, match="Input/output"):
-                journal.compact({}, 1)
+                journal.compact(put_records([]), 1)
         assert os.listdir(tmp_path) == [JOURNAL_NAME]
         assert not journal.wants_compaction(live=0)
-        journal.put([(key(70000), entry(70000))])
+        journal.put(put_records([(key(70000), entry(70000))]))
         journal.close()
         assert len(replayed(tmp_path)) == 65538
 

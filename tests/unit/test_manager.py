@@ -665,7 +665,7 @@ def test_refused_host_memory_leaves_the_disk_to_others(tmp_path: Path) -> None:
         KVManager(config(1, tmp_path), block_bytes=2 * BLOCK_BYTES)
     assert memfds() <= before
     DiskStore(
-        tmp_path, block_bytes=BLOCK_BYTES, capacity_bytes=1 << 20, lock_timeout_seconds=0
+        [tmp_path], block_bytes=BLOCK_BYTES, capacity_bytes=1 << 20, lock_timeout_seconds=0
     ).close()
 
 

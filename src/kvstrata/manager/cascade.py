@@ -165,4 +165,4 @@ class Cascade:
 
 
 def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
-    return DiskStore(tier.path, block_bytes=block_bytes, capacity_bytes=tier.capacity)
+    return DiskStore([tier.path], block_bytes=block_bytes, capacity_bytes=tier.capacity)

@@ -20,9 +20,12 @@ from kvstrata.core.types import (
     StoreKey,
     Write,
 )
-from kvstrata.storage.disk_directory import Wanted, open_directory
-from kvstrata.storage.disk_slots import Identity
-from kvstrata.storage.journal import Entry
+from kvstrata.storage.disk_directory import Wanted, open_directories, store_name
+from kvstrata.storage.disk_free import FreeSlots
+from kvstrata.storage.disk_slots import Piece
+from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.disk_table import BlockTable, parents_first
+from kvstrata.storage.journal import Entry, put_records
 from kvstrata.storage.store import StoreStatistics
 
 __all__ = ["DiskStore"]
@@ -42,7 +45,7 @@ class _Reservation:
 
 
 class DiskStore:
-    """A persistent ``Store`` in one directory, used by one process at a time.
+    """A persistent ``Store`` in one or more directories, used by one process at a time.
 
     * A block that was reported ``STORED`` survives the death of the process at any moment; a
       power failure may lose the last writes, but never serves a wrong byte.
@@ -50,43 +53,52 @@ class DiskStore:
       forgotten and counted.
     * A failed batch raises ``TierUnavailable``; a failed write keeps nothing of its batch.
     * A slot that is being read is not reused before the read ends.
+    * New blocks of one batch get neighbouring slots where there are free ones; what is in
+      neighbouring slots is read and written in one call.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a setting
         self,
-        path: Path,
+        paths: Sequence[Path],
         *,
         block_bytes: int,
         capacity_bytes: int,
         max_blocks_per_file: int = 32000,
+        discard: bool = False,
         lock_timeout_seconds: float = 10.0,
+        system: FileSystem | None = None,
     ) -> None:
-        """Open the store in *path*, or make it, or grow it to *capacity_bytes*.
+        """Open the store in *paths*, or make it, or grow it to *capacity_bytes*.
 
-        *capacity_bytes* bounds the slot files; one slot is ``block_bytes`` rounded up to 4 KiB,
-        plus 4 KiB. Raises ``ConfigError`` (``FormatError`` for what the directory holds) and
-        then has changed nothing. Waits up to *lock_timeout_seconds* for another process.
+        *capacity_bytes* bounds the slot files of all directories together; one slot is
+        ``block_bytes`` rounded up to 4 KiB, plus 4 KiB. With *discard* the room of blocks that
+        go is given back to the file system (TRIM), and taken again when it is written. Raises
+        ``ConfigError`` (``FormatError`` for what a directory holds) and then has changed nothing.
+        Waits up to *lock_timeout_seconds* for another process.
         """
         wanted = Wanted(block_bytes, capacity_bytes, max_blocks_per_file)
-        self._path = path
+        self._name = store_name(paths)
         self._block_bytes = block_bytes
-        self._directory = open_directory(path, wanted, lock_timeout_seconds)
-        self._files = self._directory.files
-        self._journal = self._directory.journal
-        self._slots = self._directory.superblock.slots
-        replay = self._directory.replay
+        self._discard = discard
+        self._directories = open_directories(
+            system or FileSystem(), paths, wanted, lock_timeout_seconds
+        )
+        self._files = self._directories.files
+        self._journal = self._directories.journal
+        self._slots = self._directories.superblock.slots
+        replay = self._directories.replay
 
         # Taken first, held while the journal and then the maps change: their orders agree.
         self._journal_lock = Lock()
         # Guards everything below; never held over I/O.
         self._lock = Lock()
-        self._entries: dict[StoreKey, Entry] = replay.entries
+        self._table = BlockTable(self._slots, replay.puts)
         self._generation = replay.generation
         self._reservations: set[_Reservation] = set()
         self._readers: dict[int, int] = {}
         self._parting: set[int] = set()  # free as soon as their readers are gone
-        self._never_used, self._free = _free_slots(self._entries)
-        self._corrupt_blocks = self._directory.lost_blocks
+        self._free = FreeSlots(self._slots, self._table.used_slots)
+        self._corrupt_blocks = self._directories.lost_blocks
         self._active_calls = 0
         self._closed = False
 
@@ -98,22 +110,19 @@ class DiskStore:
     def blocks(self) -> Iterator[StoredBlock]:
         """Every block held at the time of the call, a parent before its children."""
         with self._call("looked up"), self._lock:
-            entries = dict(self._entries)
-        return _parents_first(entries)
+            puts = self._table.puts()
+        return parents_first(puts)
 
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
         with self._call("looked up"), self._lock:
-            return [key in self._entries for key in keys]
+            return [key in self._table for key in keys]
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         self._check_batch(keys, buffers)
         with self._call("read"):
             entries = self._pin(keys)
             try:
-                return [
-                    self._read_one(key, entry, buffer)
-                    for key, entry, buffer in zip(keys, entries, buffers, strict=True)
-                ]
+                return self._read(keys, entries, buffers)
             finally:
                 self._unpin(entries)
 
@@ -128,10 +137,7 @@ class DiskStore:
         with self._call("written"):
             fates, reserved = self._reserve(keys, parents)
             try:
-                for reservation in reserved:
-                    key, entry = reservation.key, reservation.entry
-                    identity = Identity(key, entry.parent, entry.generation)
-                    self._files.write(entry.slot, identity, buffers[reservation.position])
+                self._files.write([Piece(r.key, r.entry, buffers[r.position]) for r in reserved])
                 self._files.sync(reservation.entry.slot for reservation in reserved)
                 self._publish(reserved, fates)
             finally:
@@ -141,7 +147,8 @@ class DiskStore:
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
         with self._call("changed"), self._journal_lock:
             with self._lock:
-                found = {key: self._entries[key] for key in keys if key in self._entries}
+                entries = {key: self._table.get(key) for key in keys}
+            found = {key: entry for key, entry in entries.items() if entry is not None}
             if found:
                 self._forget(found)
             unreported = set(found)
@@ -160,16 +167,18 @@ class DiskStore:
             with self._lock:
                 for reservation in self._reservations:
                     reservation.dropped |= reservation.key.startswith(namespace_id)
-                victims = [key for key in self._entries if key.startswith(namespace_id)]
-                for key in victims:
-                    self._free_slot(self._entries.pop(key).slot)
-            self._journal.sync()
+                victims = self._table.keys_of(namespace_id)
+                slots = self._part([self._table.pop(key) for key in victims])
+            try:
+                self._journal.sync()
+            finally:
+                self._release(slots)
             return len(victims)
 
     def statistics(self) -> StoreStatistics:
         with self._call("looked up"), self._lock:
             return StoreStatistics(
-                len(self._entries), self._slots, self._block_bytes, self._corrupt_blocks
+                len(self._table), self._slots, self._block_bytes, self._corrupt_blocks
             )
 
     def close(self) -> None:
@@ -180,19 +189,19 @@ class DiskStore:
             self._closed = True
             idle = self._active_calls == 0
         if idle:
-            self._directory.close()
+            self._directories.close()
 
     @contextmanager
     def _call(self, done: str) -> Iterator[None]:
         """Keep the files open during a call and report a failing disk as ``TierUnavailable``."""
         with self._lock:
             if self._closed:
-                raise TierUnavailable(f"disk store {self._path} is closed")
+                raise TierUnavailable(f"disk store {self._name} is closed")
             self._active_calls += 1
         try:
             yield
         except OSError as e:
-            raise TierUnavailable(f"disk store {self._path} cannot be {done}: {e}") from e
+            raise TierUnavailable(f"disk store {self._name} cannot be {done}: {e}") from e
         finally:
             self._leave()
 
@@ -201,7 +210,7 @@ class DiskStore:
             self._active_calls -= 1
             last = self._closed and self._active_calls == 0
         if last:
-            self._directory.close()
+            self._directories.close()
 
     def _check_batch(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> None:
         _check_keys(keys)
@@ -213,13 +222,14 @@ class DiskStore:
 
     def _pin(self, keys: Sequence[StoreKey]) -> list[Entry | None]:
         with self._lock:
-            entries = [self._entries.get(key) for key in keys]
+            entries = [self._table.get(key) for key in keys]
             for entry in entries:
                 if entry is not None:
                     self._readers[entry.slot] = self._readers.get(entry.slot, 0) + 1
         return entries
 
     def _unpin(self, entries: Sequence[Entry | None]) -> None:
+        parted = []
         with self._lock:
             for entry in entries:
                 if entry is None:
@@ -230,41 +240,54 @@ class DiskStore:
                     del self._readers[slot]
                     if slot in self._parting:
                         self._parting.remove(slot)
-                        self._free.append(slot)
+                        parted.append(slot)
+        self._release(parted)
 
-    def _read_one(self, key: StoreKey, entry: Entry | None, buffer: memoryview) -> Read:
-        if entry is None:
-            return Read.MISS
-        if self._files.read(entry.slot, Identity(key, entry.parent, entry.generation), buffer):
-            return Read.HIT
+    def _read(
+        self,
+        keys: Sequence[StoreKey],
+        entries: Sequence[Entry | None],
+        buffers: Sequence[memoryview],
+    ) -> list[Read]:
+        fates = [Read.MISS] * len(keys)
+        held = [(position, entry) for position, entry in enumerate(entries) if entry is not None]
+        pieces = [Piece(keys[position], entry, buffers[position]) for position, entry in held]
+        for (position, entry), is_right in zip(held, self._files.read(pieces), strict=True):
+            fates[position] = Read.HIT if is_right else Read.CORRUPT
+            if not is_right:
+                self._forget_damaged(keys[position], entry)
+        return fates
+
+    def _forget_damaged(self, key: StoreKey, entry: Entry) -> None:
         with self._journal_lock:
             with self._lock:
-                current = self._entries.get(key) is entry
-            if current:
-                self._forget({key: entry})
-                with self._lock:
-                    self._corrupt_blocks += 1
-                _log.warning("disk store %s: slot %d is damaged", self._path, entry.slot)
-        return Read.CORRUPT
+                if self._table.get(key) != entry:
+                    return  # removed or replaced meanwhile
+            self._forget({key: entry})
+            with self._lock:
+                self._corrupt_blocks += 1
+        _log.warning("disk store %s: slot %d is damaged", self._name, entry.slot)
 
     def _reserve(
         self, keys: Sequence[StoreKey], parents: Sequence[StoreKey | None]
     ) -> tuple[list[Write], list[_Reservation]]:
-        fates, reserved = [], []
-        taken: set[StoreKey] = set()
+        fates = [Write.EXISTS] * len(keys)
         with self._lock:
-            for position, (key, parent) in enumerate(zip(keys, parents, strict=True)):
-                fate = Write.EXISTS
-                if key not in self._entries and key not in taken:
-                    slot = self._take_slot()
-                    fate = Write.FULL if slot is None else Write.STORED
-                    if slot is not None:
-                        entry = Entry(slot, self._generation, parent)
-                        self._generation += 1
-                        reserved.append(_Reservation(position, key, entry))
-                        taken.add(key)
-                fates.append(fate)
+            fresh: dict[StoreKey, int] = {}
+            for position, key in enumerate(keys):
+                if key not in self._table:
+                    fresh.setdefault(key, position)
+            slots = self._free.take(len(fresh))
+            reserved = []
+            for position, slot in zip(fresh.values(), slots, strict=False):
+                entry = Entry(slot, self._generation, parents[position])
+                self._generation += 1
+                reserved.append(_Reservation(position, keys[position], entry))
             self._reservations.update(reserved)
+        full = set(list(fresh)[len(slots) :])
+        fates = [Write.FULL if key in full else fate for key, fate in zip(keys, fates, strict=True)]
+        for reservation in reserved:
+            fates[reservation.position] = Write.STORED
         return fates, reserved
 
     def _publish(self, reserved: Sequence[_Reservation], fates: list[Write]) -> None:
@@ -273,56 +296,57 @@ class DiskStore:
             fresh = []
             with self._lock:
                 for reservation in reserved:
-                    if reservation.key in self._entries:
+                    if reservation.key in self._table:
                         fates[reservation.position] = Write.EXISTS
                     elif not reservation.dropped:
                         fresh.append(reservation)
             if not fresh:
                 return
-            self._journal.put((reservation.key, reservation.entry) for reservation in fresh)
+            self._journal.put(put_records((r.key, r.entry) for r in fresh))
             with self._lock:
                 for reservation in fresh:
                     reservation.published = True
-                    self._entries[reservation.key] = reservation.entry
+                    self._table.put(reservation.key, reservation.entry)
             self._compact_journal()
 
     def _release_unpublished(self, reserved: Sequence[_Reservation]) -> None:
         with self._lock:
             self._reservations.difference_update(reserved)
-            self._free.extend(r.entry.slot for r in reserved if not r.published)
+        self._release([r.entry.slot for r in reserved if not r.published])
 
     def _forget(self, blocks: Mapping[StoreKey, Entry]) -> None:
         """Journal that *blocks* are gone, then free their slots. Needs the journal lock."""
-        self._journal.remove(blocks.items())
+        self._journal.remove(put_records(blocks.items()))
         with self._lock:
-            for key, entry in blocks.items():
-                del self._entries[key]
-                self._free_slot(entry.slot)
+            slots = self._part([self._table.pop(key) for key in blocks])
+        self._release(slots)
         self._compact_journal()
 
     def _compact_journal(self) -> None:
         with self._lock:
-            if not self._journal.wants_compaction(len(self._entries)):
+            if not self._journal.wants_compaction(len(self._table)):
                 return
-            entries, generation = dict(self._entries), self._generation
+            puts, generation = self._table.puts(), self._generation
         try:
-            self._journal.compact(entries, generation)
+            self._journal.compact(puts, generation)
         except OSError as e:
-            _log.warning("journal of %s could not be compacted: %s", self._path, e)
+            _log.warning("journal of %s could not be compacted: %s", self._name, e)
 
-    def _take_slot(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        if self._never_used == self._slots:
-            return None
-        self._never_used += 1
-        return self._never_used - 1
+    def _part(self, slots: Sequence[int]) -> list[int]:
+        """Those of *slots* that nobody reads; the others follow when their readers are gone."""
+        self._parting.update(slot for slot in slots if slot in self._readers)
+        return [slot for slot in slots if slot not in self._readers]
 
-    def _free_slot(self, slot: int) -> None:
-        if slot in self._readers:
-            self._parting.add(slot)
-        else:
-            self._free.append(slot)
+    def _release(self, slots: Sequence[int]) -> None:
+        """*slots* are free; nobody else knows them."""
+        if self._discard and slots:
+            try:
+                self._files.discard(slots)
+            except OSError as e:
+                _log.warning("disk store %s: room could not be given back: %s", self._name, e)
+        with self._lock:
+            for slot in slots:
+                self._free.give(slot)
 
 
 def _check_keys(keys: Sequence[StoreKey]) -> None:
@@ -335,23 +359,3 @@ def _take(keys: set[StoreKey], key: StoreKey) -> bool:
     found = key in keys
     keys.discard(key)
     return found
-
-
-def _free_slots(entries: Mapping[StoreKey, Entry]) -> tuple[int, list[int]]:
-    """The first slot that was never used, and the free ones below it, lowest last."""
-    used = {entry.slot for entry in entries.values()}
-    never_used = max(used, default=-1) + 1
-    return never_used, [slot for slot in range(never_used - 1, -1, -1) if slot not in used]
-
-
-def _parents_first(entries: Mapping[StoreKey, Entry]) -> Iterator[StoredBlock]:
-    done: set[StoreKey] = set()
-    for start in entries:
-        chain: list[StoreKey] = []
-        key: StoreKey | None = start
-        while key is not None and key in entries and key not in done:
-            done.add(key)  # also ends a chain that damage has closed to a ring
-            chain.append(key)
-            key = entries[key].parent
-        for found in reversed(chain):
-            yield StoredBlock(found, entries[found].parent)

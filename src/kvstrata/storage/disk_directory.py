@@ -1,21 +1,30 @@
-"""Opening the directory of a disk store: what is refused, and in which order it is made.
+"""Opening the directories of a disk store: what is refused, and in which order they are made.
 
-Every check comes before the first write. A new store is made superblock first, so a directory
-with our files and no superblock is somebody else's, and one with nothing but a superblock is an
-empty store whose making was interrupted.
+Every check comes before the first write. A new store is made superblocks first, that of the first
+directory before the others, and the journal last. So a directory with our files and no superblock
+is somebody else's; a store without a journal is one whose making was interrupted, and empty; and
+where there is a journal, a directory without its superblock is lost, not new.
 """
 
 import errno
 import os
+import stat
 import uuid
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from kvstrata.core.errors import ConfigError, FormatError
+from kvstrata.storage.disk_allocation import preallocate, slot_files, whole_slots
+from kvstrata.storage.disk_files import exists, remove_file
 from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
-from kvstrata.storage.disk_slots import SlotFiles, preallocate, slot_path, whole_slots
+from kvstrata.storage.disk_slots import SlotFiles
+from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.journal import (
     COMPACT_FACTOR,
     COMPACT_RECORDS,
@@ -27,6 +36,7 @@ from kvstrata.storage.journal import (
 )
 from kvstrata.storage.superblock import (
     PAGE_BYTES,
+    START_EMPTY,
     SUPERBLOCK_NAME,
     Superblock,
     load_superblock,
@@ -37,6 +47,7 @@ _TEMPORARIES: Final = (f"{SUPERBLOCK_NAME}.tmp", f"{JOURNAL_NAME}.tmp")
 _NOT_OURS_TO_MIND: Final = {LOCK_NAME, f"{SUPERBLOCK_NAME}.tmp", "lost+found"}
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _LAST_SLOT: Final = 2**32 - 1
+_STRIPE_BYTES: Final = 4 << 20  # as much as one I/O thread of the server reads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,59 +55,64 @@ class Wanted:
     """The geometry that the configuration asks for."""
 
     block_bytes: int
-    capacity_bytes: int
+    capacity_bytes: int  # of all directories together
     max_blocks_per_file: int
 
-    def superblock(self, store_id: bytes) -> Superblock:
+    def superblock(self, store_id: bytes, directories: int) -> Superblock:
         """The geometry in slots; raises ``ConfigError`` where it makes no sense."""
-        if min(self.block_bytes, self.max_blocks_per_file) < 1:
+        if min(self.block_bytes, self.max_blocks_per_file, directories) < 1:
             raise ConfigError(
-                f"block_bytes={self.block_bytes} and "
-                f"max_blocks_per_file={self.max_blocks_per_file} must be positive"
+                f"block_bytes={self.block_bytes}, max_blocks_per_file={self.max_blocks_per_file} "
+                f"and the number of directories ({directories}) must be positive"
             )
-        slot_bytes = Superblock(store_id, self.block_bytes, 1, 1).slot_bytes
-        slots = self.capacity_bytes // slot_bytes
-        if not 1 <= slots <= _LAST_SLOT:
+        one = Superblock(store_id, self.block_bytes, 1, self.max_blocks_per_file, directories, 1)
+        slots = self.capacity_bytes // one.slot_bytes
+        if not directories <= slots <= _LAST_SLOT:
             raise ConfigError(
-                f"a disk capacity of {self.capacity_bytes} bytes is {slots} slots of {slot_bytes} "
-                f"bytes (blocks of {self.block_bytes}), possible are 1 to {_LAST_SLOT}",
-                hint=f"set the capacity of the disk tier to at least {slot_bytes} bytes",
+                f"a disk capacity of {self.capacity_bytes} bytes is {slots} slots of "
+                f"{one.slot_bytes} bytes (blocks of {self.block_bytes}), possible are "
+                f"{directories} to {_LAST_SLOT}",
+                hint="set the capacity of the disk tier to at least "
+                f"{directories * one.slot_bytes} bytes",
             )
-        return Superblock(store_id, self.block_bytes, slots, self.max_blocks_per_file)
+        stripe = min(max(1, _STRIPE_BYTES // one.slot_bytes), slots // directories)
+        return replace(one, slots=slots, stripe_blocks=stripe)
 
 
 @dataclass(slots=True)
-class OpenDirectory:
-    """A locked directory with everything in it open."""
+class OpenDirectories:
+    """Locked directories with everything in them open."""
 
-    lock_fd: int
     superblock: Superblock
     files: SlotFiles
     journal: Journal
     replay: Replay
     lost_blocks: int  # journalled, but their slot file is missing or too short
+    locks: ExitStack
 
     def close(self) -> None:
-        self.journal.close()
-        self.files.close()
-        os.close(self.lock_fd)
+        with self.locks:
+            self.journal.close()
+            self.files.close()
 
 
-def open_directory(path: Path, wanted: Wanted, lock_timeout_seconds: float) -> OpenDirectory:
-    """Open the store in *path*, make it if there is none, grow it if more is wanted.
+def open_directories(
+    system: FileSystem, paths: Sequence[Path], wanted: Wanted, lock_timeout_seconds: float
+) -> OpenDirectories:
+    """Open the store in *paths*, make it if there is none, grow it if more is wanted.
 
-    Raises ``ConfigError`` or ``FormatError`` and then leaves *path* as it was: nothing deleted,
-    nothing overwritten, nothing left behind.
+    Raises ``ConfigError`` or ``FormatError`` and then leaves *paths* as they were: nothing
+    deleted, nothing overwritten, nothing left behind.
     """
     try:
-        _check(path, wanted)
+        _check(system, paths, wanted)
         with ExitStack() as undo:
-            opened = _open(path, wanted, lock_timeout_seconds, undo)
+            opened = _open(system, paths, wanted, lock_timeout_seconds, undo)
             undo.pop_all()
             return opened
     except OSError as e:
         raise ConfigError(
-            f"disk store {path} cannot be opened with a capacity of "
+            f"disk store {store_name(paths)} cannot be opened with a capacity of "
             f"{wanted.capacity_bytes} bytes: {e}",
             hint="lower the capacity of the disk tier or free space on its file system"
             if e.errno in _NO_ROOM
@@ -104,60 +120,91 @@ def open_directory(path: Path, wanted: Wanted, lock_timeout_seconds: float) -> O
         ) from e
 
 
+def store_name(paths: Sequence[Path]) -> str:
+    """What messages call the store in *paths*."""
+    return ", ".join(map(str, paths))
+
+
 def _open(
-    path: Path, wanted: Wanted, lock_timeout_seconds: float, undo: ExitStack
-) -> OpenDirectory:
-    if not path.exists():
-        path.mkdir(mode=0o700, parents=True)
-        undo.callback(path.rmdir)
-    had_lock = (path / LOCK_NAME).exists()
-    lock_fd = lock_directory(path, lock_timeout_seconds)
-    undo.callback(os.close, lock_fd)
-    if not had_lock:
-        undo.callback((path / LOCK_NAME).unlink)
+    system: FileSystem,
+    paths: Sequence[Path],
+    wanted: Wanted,
+    lock_timeout_seconds: float,
+    undo: ExitStack,
+) -> OpenDirectories:
+    locks = undo.enter_context(ExitStack())
+    for path in paths:
+        _make_directory(system, path, undo)
+        had_lock = exists(system, path / LOCK_NAME)
+        locks.callback(system.close, lock_directory(system, path, lock_timeout_seconds))
+        if not had_lock:
+            undo.callback(system.unlink, path / LOCK_NAME)
 
-    found, superblock = _check(path, wanted)
-    replay = load_journal(path, superblock.store_id)
-    lost_blocks = _forget_lost(path, found or superblock, replay)
+    found, superblock = _check(system, paths, wanted)
+    replay = load_journal(system, paths[0], superblock.store_id)
+    lost_blocks = _forget_lost(system, paths, found or superblock, replay)
 
-    for name in _TEMPORARIES:
-        (path / name).unlink(missing_ok=True)
-    if found is None:
-        undo.callback((path / SUPERBLOCK_NAME).unlink, missing_ok=True)
-        store_superblock(path, superblock)
-    preallocate(path, superblock, undo)
-    files = SlotFiles(path, superblock)
+    for path in paths:
+        for name in _TEMPORARIES:
+            remove_file(system, path / name)
+    for number, path in enumerate(paths):
+        if not exists(system, path / SUPERBLOCK_NAME):
+            undo.callback(remove_file, system, path / SUPERBLOCK_NAME)
+            store_superblock(system, path, superblock, number)
+    preallocate(system, paths, superblock, undo)
+    files = SlotFiles(system, paths, superblock)
     undo.callback(files.close)
     if found is not None and found.slots < superblock.slots:
-        undo.callback(store_superblock, path, found)
-        store_superblock(path, superblock)
-    journal = Journal(path, superblock.store_id, replay)
-    return OpenDirectory(lock_fd, superblock, files, journal, replay, lost_blocks)
+        undo.callback(store_superblock, system, paths[0], found, 0)
+        store_superblock(system, paths[0], superblock, 0)
+    journal = Journal(system, paths[0], superblock.store_id, replay)
+    return OpenDirectories(superblock, files, journal, replay, lost_blocks, locks.pop_all())
 
 
-def _check(path: Path, wanted: Wanted) -> tuple[Superblock | None, Superblock]:
-    """The superblock found, if any, and the one to have; raises what forbids to open *path*."""
-    found = _examine(path)
-    superblock = wanted.superblock(found.store_id if found else uuid.uuid4().bytes)
-    if found is not None:
-        _compare(path, found, superblock)
-    _check_room(path, superblock)
-    return found, superblock
+def _make_directory(system: FileSystem, path: Path, undo: ExitStack) -> None:
+    """Make *path* and its parents, where they are missing."""
+    if exists(system, path):
+        return
+    _make_directory(system, path.parent, undo)
+    system.mkdir(path)
+    undo.callback(system.rmdir, path)
 
 
-def _examine(path: Path) -> Superblock | None:
-    if not path.exists():
+def _check(
+    system: FileSystem, paths: Sequence[Path], wanted: Wanted
+) -> tuple[Superblock | None, Superblock]:
+    """The superblock found, if any, and the one to have; raises what forbids to open *paths*."""
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(
+            f"disk store {store_name(paths)} has one directory twice",
+            hint="name every directory of the disk tier once",
+        )
+    found = [_examine(system, path) for path in paths]
+    first = found[0][0] if found and found[0] else None
+    superblock = wanted.superblock(first.store_id if first else uuid.uuid4().bytes, len(paths))
+    if first is not None:
+        superblock = replace(superblock, stripe_blocks=first.stripe_blocks)
+        _compare(paths[0], first, superblock)
+    may_be_new = not exists(system, paths[0] / JOURNAL_NAME)
+    for number, (path, other) in enumerate(zip(paths, found, strict=True)):
+        _check_member(path, number, other, first, may_be_new=may_be_new)
+    _check_room(system, paths, superblock)
+    return first, superblock
+
+
+def _examine(system: FileSystem, path: Path) -> tuple[Superblock, int] | None:
+    if not exists(system, path):
         return None
-    if not path.is_dir():
+    if not stat.S_ISDIR(system.stat(path).st_mode):
         raise ConfigError(f"{path} is not a directory", hint="give the disk tier a directory")
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+    if not system.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
             f"{path} is not readable and writable by uid {os.geteuid()}",
             hint=f"chown or chmod {path}, or give the disk tier another directory",
         )
-    names = set(os.listdir(path)) - _NOT_OURS_TO_MIND
+    names = set(system.listdir(path)) - _NOT_OURS_TO_MIND
     if SUPERBLOCK_NAME in names:
-        return load_superblock(path)
+        return load_superblock(system, path)
     if names:
         raise FormatError(
             f"{path} is not empty (found {min(names)!r}) and has no {SUPERBLOCK_NAME}",
@@ -167,12 +214,12 @@ def _examine(path: Path) -> Superblock | None:
 
 
 def _compare(path: Path, found: Superblock, wanted: Superblock) -> None:
-    for name in ("block_bytes", "max_blocks_per_file"):
+    for name in ("block_bytes", "max_blocks_per_file", "directories"):
         if getattr(found, name) != getattr(wanted, name):
             raise FormatError(
                 f"{path} was made with {name}={getattr(found, name)}, "
                 f"expected {getattr(wanted, name)}",
-                hint="give the disk tier another directory, or delete this one to start empty",
+                hint=START_EMPTY,
             )
     if wanted.slots < found.slots:
         raise ConfigError(
@@ -183,42 +230,79 @@ def _compare(path: Path, found: Superblock, wanted: Superblock) -> None:
         )
 
 
-def _check_room(path: Path, superblock: Superblock) -> None:
-    records = max(COMPACT_RECORDS, COMPACT_FACTOR * superblock.slots) + superblock.slots
-    wanted = {path / JOURNAL_NAME: records * RECORD_BYTES, path / SUPERBLOCK_NAME: PAGE_BYTES}
-    for number in range(superblock.files):
-        wanted[slot_path(path, number)] = superblock.file_bytes(number)
-    missing_bytes = sum(
-        max(0, wanted_bytes - _occupied_bytes(file)) for file, wanted_bytes in wanted.items()
-    )
-    existing = path
-    while not existing.exists():
-        existing = existing.parent
-    room = os.statvfs(existing)
-    free_bytes = room.f_bavail * room.f_frsize
-    if missing_bytes > free_bytes:
-        total_bytes = sum(wanted.values())
-        raise ConfigError(
-            f"disk store {path} with {superblock.slots} slots needs {total_bytes} bytes, "
-            f"{missing_bytes} more than it has, and its file system has {free_bytes} free",
-            hint="lower the capacity of the disk tier or free space on its file system",
+def _check_member(
+    path: Path,
+    number: int,
+    found: tuple[Superblock, int] | None,
+    first: Superblock | None,
+    *,
+    may_be_new: bool,
+) -> None:
+    """Raise ``FormatError`` unless *path* can be directory *number* of the store of *first*."""
+    if found is None:
+        if first is not None and not may_be_new:
+            raise FormatError(
+                f"{path} is empty, expected directory {number} of store {first.store_id.hex()}",
+                hint="mount or restore it, or delete the other directories to start empty",
+            )
+        return
+    superblock, its_number = found
+    if first is None or superblock.store_id != first.store_id or its_number != number:
+        expected = f"store {first.store_id.hex()}" if first else "an empty one"
+        raise FormatError(
+            f"{path} is directory {its_number} of store {superblock.store_id.hex()}, "
+            f"expected directory {number} of {expected}",
+            hint="list the directories of the disk tier in the order in which it was made, "
+            "or give it empty ones",
         )
 
 
-def _occupied_bytes(file: Path) -> int:
-    return file.stat().st_blocks * 512 if file.exists() else 0
+def _check_room(system: FileSystem, paths: Sequence[Path], superblock: Superblock) -> None:
+    records = max(COMPACT_RECORDS, COMPACT_FACTOR * superblock.slots) + superblock.slots
+    wanted = dict(slot_files(paths, superblock))
+    wanted[paths[0] / JOURNAL_NAME] = records * RECORD_BYTES
+    wanted |= {path / SUPERBLOCK_NAME: PAGE_BYTES for path in paths}
+    missing_bytes: dict[int, int] = defaultdict(int)
+    free_bytes: dict[int, int] = {}
+    for file, wanted_bytes in wanted.items():
+        existing = file.parent
+        while not exists(system, existing):
+            existing = existing.parent
+        device = system.stat(existing).st_dev
+        missing_bytes[device] += max(0, wanted_bytes - _occupied_bytes(system, file))
+        if device not in free_bytes:
+            room = system.statvfs(existing)
+            free_bytes[device] = room.f_bavail * room.f_frsize
+    for device, missing in missing_bytes.items():
+        if missing > free_bytes[device]:
+            raise ConfigError(
+                f"disk store {store_name(paths)} with {superblock.slots} slots needs "
+                f"{sum(wanted.values())} bytes, {missing} more than it has, and its file system "
+                f"has {free_bytes[device]} free",
+                hint="lower the capacity of the disk tier or free space on its file system",
+            )
 
 
-def _forget_lost(path: Path, found: Superblock, replay: Replay) -> int:
-    """Remove the entries whose slot is not on disk; their number."""
-    whole = whole_slots(path, found)
-    per_file = found.max_blocks_per_file
-    lost = [
-        key
-        for key, entry in replay.entries.items()
-        if entry.slot >= found.slots or entry.slot % per_file >= whole[entry.slot // per_file]
-    ]
-    for key in lost:
-        del replay.entries[key]
-    replay.compact = replay.compact and not lost
-    return len(lost)
+def _occupied_bytes(system: FileSystem, file: Path) -> int:
+    with suppress(FileNotFoundError):
+        return system.stat(file).st_blocks * 512
+    return 0
+
+
+def _forget_lost(
+    system: FileSystem, paths: Sequence[Path], found: Superblock, replay: Replay
+) -> int:
+    """Remove the blocks whose slot is not on disk; their number."""
+    slots = replay.puts["slot"].astype(np.int64)
+    directories, files, positions = found.places(slots)
+    whole = whole_slots(system, paths, found)
+    room = np.zeros((len(paths), max(map(len, whole))), np.int64)
+    for number, sizes in enumerate(whole):
+        room[number, : len(sizes)] = sizes
+    kept = slots < found.slots
+    kept[kept] = positions[kept] < room[directories[kept], files[kept]]
+    lost = len(slots) - int(np.count_nonzero(kept))
+    if lost:
+        replay.puts = replay.puts[kept]
+        replay.compact = False
+    return lost

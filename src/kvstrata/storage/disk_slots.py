@@ -1,7 +1,8 @@
 """Slot files: fixed 4 KiB-aligned slots, each a payload and a footer that proves it.
 
-Payload and footer travel in one ``pwritev`` and one ``preadv``, past the page cache where the
-file system can (``O_DIRECT``). ``docs/on-disk-format.md`` has the byte layout.
+Payload and footer of neighbouring slots travel in one ``pwritev`` or ``preadv``, between the disk
+and the caller's memory with no copy in between, past the page cache where the file system can
+(``O_DIRECT``). ``docs/on-disk-format.md`` has the byte layout.
 """
 
 import errno
@@ -9,7 +10,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,187 +19,231 @@ import numpy as np
 
 from kvstrata.core.types import StoreKey
 from kvstrata.storage.checksum import DIGEST_BYTES, digest, is_sealed, seal
-from kvstrata.storage.disk_files import sync_directory
+from kvstrata.storage.disk_allocation import slot_path
+from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.journal import HAS_PARENT, Entry
 from kvstrata.storage.superblock import FORMAT_VERSION, PAGE_BYTES, Superblock
 
 _MAGIC: Final = b"KVSBLOCK"
 _FOOTER: Final = struct.Struct("<8sIIQQ48s48s16s")
 _SEALED_BYTES: Final = _FOOTER.size + DIGEST_BYTES
-_HAS_PARENT: Final = 1
+_NOT_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+_CALL_BYTES: Final = 8 << 20  # one call is as fast as any larger one, and others get their turn
+_CALL_SLOTS: Final = 512  # IOV_MAX is 1024, and a slot is two pieces
 
 
-class Identity(NamedTuple):
-    """What a footer says about its payload."""
+class Piece(NamedTuple):
+    """One block between its slot and the caller's memory."""
 
     key: StoreKey
-    parent: StoreKey | None
-    generation: int
+    entry: Entry
+    buffer: memoryview
 
 
 class _Scratch(threading.local):
-    """One slot of page-aligned memory per thread."""
+    """Page-aligned memory of each thread."""
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, length_bytes: int) -> None:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.memory = memoryview(mmap.mmap(-1, slot_bytes, flags=private))
+        self.memory = memoryview(mmap.mmap(-1, length_bytes, flags=private))
 
 
 class SlotFiles:
     """The open slot files of one store. Threads may use different slots at once."""
 
-    def __init__(self, directory: Path, superblock: Superblock) -> None:
+    def __init__(self, system: FileSystem, paths: Sequence[Path], superblock: Superblock) -> None:
+        self._system = system
         self._superblock = superblock
         self._slot_bytes = superblock.slot_bytes
         self._block_bytes = superblock.block_bytes
-        self._scratch = _Scratch(superblock.slot_bytes)
-        paths = [slot_path(directory, number) for number in range(superblock.files)]
-        self.direct = _reads_directly(paths[0])
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        self._tail_bytes = self._slot_bytes - self._block_bytes  # from the payload's end on
+        self._call_slots = min(_CALL_SLOTS, max(1, _CALL_BYTES // self._slot_bytes))
+        self._tail_room_bytes = -(-self._tail_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._scratch = _Scratch(max(self._slot_bytes, self._call_slots * self._tail_room_bytes))
+        first_files = [slot_path(path, 0) for path in paths]
+        self.direct = all(_reads_directly(system, file) for file in first_files)
+        flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
+        self._fds: list[list[int]] = [[] for _ in paths]
         with ExitStack() as undo:
-            self._fds: list[int] = []
-            for path in paths:
-                self._fds.append(os.open(path, flags))
-                undo.callback(os.close, self._fds[-1])
+            undo.callback(self.close)
+            for number, path in enumerate(paths):
+                for file in range(len(superblock.file_slots(number))):
+                    self._fds[number].append(system.open(slot_path(path, file), flags))
             undo.pop_all()
 
-    def read(self, slot: int, expected: Identity, buffer: memoryview) -> bool:
-        """Copy the payload of *slot* into *buffer*; ``False`` unless it proves to be *expected*.
+    def read(self, pieces: Sequence[Piece]) -> list[bool]:
+        """Fill every buffer from its slot; ``False`` where the slot does not prove to be it.
 
-        A buffer that is not page-aligned costs one copy where the files are read directly.
-        After ``False`` the buffer holds garbage. Raises ``OSError`` if the disk does.
+        A buffer that is not page-aligned costs one copy, and a call of its own, where the files
+        are read directly. After ``False`` the buffer holds garbage. Raises ``OSError`` if the
+        disk does.
         """
-        memory = self._scratch.memory
-        bounced = self._must_bounce(buffer)
-        parts = [memory] if bounced else [buffer, memory[self._block_bytes :]]
-        fd, offset_bytes = self._locate(slot)
-        if os.preadv(fd, parts, offset_bytes) != self._slot_bytes:
-            return False
-        payload = memory[: self._block_bytes] if bounced else buffer
-        footer = memory[self._slot_bytes - PAGE_BYTES :][:_SEALED_BYTES]
-        if not self._proves(footer, expected, payload):
-            return False
-        if bounced:
-            np.copyto(_array(buffer), _array(payload))
-        return True
+        proved = [False] * len(pieces)
+        for run in self._runs(pieces):
+            for position, is_proved in zip(
+                run, self._read_run([pieces[position] for position in run]), strict=True
+            ):
+                proved[position] = is_proved
+        return proved
 
-    def write(self, slot: int, identity: Identity, buffer: memoryview) -> None:
-        """Write *buffer* and its footer into *slot*; durable after ``sync``."""
-        memory = self._scratch.memory
-        footer = self._footer(identity, buffer)
-        start = self._slot_bytes - PAGE_BYTES
-        memory[start : start + _SEALED_BYTES] = footer
-        if self._must_bounce(buffer):
-            np.copyto(_array(memory[: self._block_bytes]), _array(buffer))
-            parts = [memory]
-        else:
-            parts = [buffer, memory[self._block_bytes :]]
-        fd, offset_bytes = self._locate(slot)
-        _write_vectors(fd, parts, offset_bytes)
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Write every buffer and its footer into its slot; durable after ``sync``."""
+        for run in self._runs(pieces):
+            self._write_run([pieces[position] for position in run])
 
     def sync(self, slots: Iterable[int]) -> None:
         """Make what was written into *slots* durable: one ``fdatasync`` per file."""
-        for number in {slot // self._superblock.max_blocks_per_file for slot in slots}:
-            os.fdatasync(self._fds[number])
+        for directory, file in {self._superblock.place(slot)[:2] for slot in slots}:
+            self._system.fdatasync(self._fds[directory][file])
+
+    def discard(self, slots: Iterable[int]) -> None:
+        """Give the room of *slots* back to the file system until they are written again."""
+        run: list[int] = []
+        for slot in [*sorted(slots), -1]:
+            if run and not self._adjoin(run[-1], slot):
+                fd, offset_bytes = self._locate(run[0])
+                self._system.punch_hole(fd, offset_bytes, len(run) * self._slot_bytes)
+                run = []
+            run.append(slot)
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        while self._fds:
+            for fd in self._fds.pop():
+                self._system.close(fd)
+
+    def _runs(self, pieces: Sequence[Piece]) -> Iterator[list[int]]:
+        """The positions of *pieces*, grouped to what one call moves."""
+        run: list[int] = []
+        last = -1
+        for position in sorted(range(len(pieces)), key=lambda p: pieces[p].entry.slot):
+            slot = pieces[position].entry.slot
+            bounced = self._must_bounce(pieces[position].buffer)
+            if run and (bounced or len(run) == self._call_slots or not self._adjoin(last, slot)):
+                yield run
+                run = []
+            run.append(position)
+            last = -1 if bounced else slot
+        if run:
+            yield run
+
+    def _adjoin(self, slot: int, other: int) -> bool:
+        """Whether *other* comes right after *slot* in the same file."""
+        if other != slot + 1 or slot < 0:
+            return False
+        directory, file, position = self._superblock.place(slot)
+        return self._superblock.place(other) == (directory, file, position + 1)
+
+    def _read_run(self, pieces: Sequence[Piece]) -> list[bool]:
+        bounced = self._must_bounce(pieces[0].buffer)
+        parts = self._bounce_parts() if bounced else self._parts(pieces)
+        fd, offset_bytes = self._locate(pieces[0].entry.slot)
+        whole = self._system.preadv(fd, parts, offset_bytes) // self._slot_bytes
+        if bounced:
+            payload = parts[0][: self._block_bytes]
+            if not (whole and self._proves(parts[0], pieces[0], payload)):
+                return [False]
+            np.copyto(_array(pieces[0].buffer), _array(payload))
+            return [True]
+        proved = [
+            self._proves(tail, piece, piece.buffer)
+            for piece, tail in zip(pieces[:whole], parts[1 : 2 * whole : 2], strict=True)
+        ]
+        if len(pieces) == 1:
+            return proved or [False]
+        for piece in pieces[whole:]:  # after a short read: a slot alone is read whole or not there
+            proved += self._read_run([piece])
+        return proved
+
+    def _write_run(self, pieces: Sequence[Piece]) -> None:
+        if self._must_bounce(pieces[0].buffer):
+            parts = self._bounce_parts()
+            np.copyto(_array(parts[0][: self._block_bytes]), _array(pieces[0].buffer))
+            tails = parts
+        else:
+            parts = self._parts(pieces)
+            tails = parts[1::2]
+        for piece, tail in zip(pieces, tails, strict=True):
+            tail[-PAGE_BYTES:][:_SEALED_BYTES] = self._footer(piece)
+        fd, offset_bytes = self._locate(pieces[0].entry.slot)
+        self._write_vectors(fd, parts, offset_bytes)
+
+    def _parts(self, pieces: Sequence[Piece]) -> list[memoryview]:
+        """Buffer, rest of the slot, buffer, rest of the slot: what one vectored call moves."""
+        parts: list[memoryview] = []
+        for number, piece in enumerate(pieces):
+            start = number * self._tail_room_bytes
+            parts += [piece.buffer, self._scratch.memory[start : start + self._tail_bytes]]
+        return parts
+
+    def _bounce_parts(self) -> list[memoryview]:
+        """A whole slot in scratch memory."""
+        return [self._scratch.memory[: self._slot_bytes]]
 
     def _locate(self, slot: int) -> tuple[int, int]:
-        number, position = divmod(slot, self._superblock.max_blocks_per_file)
-        return self._fds[number], position * self._slot_bytes
+        directory, file, position = self._superblock.place(slot)
+        return self._fds[directory][file], position * self._slot_bytes
 
     def _must_bounce(self, buffer: memoryview) -> bool:
         if not self.direct:
             return False
         return bool(self._block_bytes % PAGE_BYTES or _address(buffer) % PAGE_BYTES)
 
-    def _footer(self, identity: Identity, payload: memoryview) -> bytes:
-        key, parent, generation = identity
+    def _footer(self, piece: Piece) -> bytes:
+        parent = piece.entry.parent
         body = _FOOTER.pack(
             _MAGIC,
             FORMAT_VERSION,
-            _HAS_PARENT if parent is not None else 0,
-            generation,
+            HAS_PARENT if parent is not None else 0,
+            piece.entry.generation,
             self._block_bytes,
-            key,
+            piece.key,
             parent or b"",
-            digest(payload),
+            digest(piece.buffer),
         )
         return seal(body)
 
-    def _proves(self, footer: memoryview, expected: Identity, payload: memoryview) -> bool:
+    def _proves(self, tail: memoryview, piece: Piece, payload: memoryview) -> bool:
+        """Whether the footer at the end of *tail* says that *payload* is the block of *piece*."""
+        footer = tail[-PAGE_BYTES:][:_SEALED_BYTES]
         if not is_sealed(footer):
             return False
         magic, version, _, generation, block_bytes, key, _, checksum = _FOOTER.unpack_from(footer)
         found = (magic, version, generation, block_bytes, key)
-        wanted = (_MAGIC, FORMAT_VERSION, expected.generation, self._block_bytes, expected.key)
+        wanted = (_MAGIC, FORMAT_VERSION, piece.entry.generation, self._block_bytes, piece.key)
         return found == wanted and digest(payload) == checksum
 
-
-def slot_path(directory: Path, number: int) -> Path:
-    """Where slot file *number* is."""
-    return directory / f"kvstrata_{number}.bin"
-
-
-def whole_slots(directory: Path, superblock: Superblock) -> list[int]:
-    """Number of whole slots that each slot file has now; 0 for a missing file."""
-    found = []
-    for number in range(superblock.files):
-        path = slot_path(directory, number)
-        file_bytes = path.stat().st_size if path.exists() else 0
-        found.append(file_bytes // superblock.slot_bytes)
-    return found
-
-
-def preallocate(directory: Path, superblock: Superblock, undo: ExitStack) -> None:
-    """Give every slot file its full size in real disk blocks; *undo* takes it back.
-
-    Files that are large enough are left alone. Raises ``OSError`` where the disk is full.
-    """
-    changed = False
-    for number in range(superblock.files):
-        path = slot_path(directory, number)
-        changed |= _allocate(path, superblock.file_bytes(number), undo)
-    if changed:
-        sync_directory(directory)
+    def _write_vectors(self, fd: int, parts: list[memoryview], offset_bytes: int) -> None:
+        rest = parts
+        while rest:
+            written = self._system.pwritev(fd, rest, offset_bytes)
+            if written == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            offset_bytes += written
+            done = 0
+            while done < len(rest) and written >= rest[done].nbytes:
+                written -= rest[done].nbytes
+                done += 1
+            rest = rest[done:]
+            if written:
+                rest[0] = rest[0].cast("B")[written:]
 
 
-def _allocate(path: Path, wanted_bytes: int, undo: ExitStack) -> bool:
-    existed = path.exists()
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        found = os.fstat(fd)
-        if existed:
-            undo.callback(os.truncate, path, found.st_size)
-        else:
-            undo.callback(path.unlink)
-        if found.st_size >= wanted_bytes and found.st_blocks * 512 >= wanted_bytes:
-            return False
-        os.posix_fallocate(fd, 0, wanted_bytes)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return True
-
-
-def _reads_directly(path: Path) -> bool:
+def _reads_directly(system: FileSystem, path: Path) -> bool:
     """Whether the file system takes ``O_DIRECT`` reads of one page."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        fd = system.open(path, os.O_RDWR | os.O_DIRECT)
     except OSError as e:
-        if e.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+        if e.errno in _NOT_DIRECT:
             return False
         raise
     try:
-        return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) == PAGE_BYTES
+        return system.preadv(fd, [memoryview(mmap.mmap(-1, PAGE_BYTES))], 0) == PAGE_BYTES
     except OSError as e:
-        if e.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+        if e.errno in _NOT_DIRECT:
             return False
         raise
     finally:
-        os.close(fd)
+        system.close(fd)
 
 
 def _array(view: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -207,16 +252,3 @@ def _array(view: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 def _address(view: memoryview) -> int:
     return int(_array(view).__array_interface__["data"][0])
-
-
-def _write_vectors(fd: int, parts: Sequence[memoryview], offset_bytes: int) -> None:
-    rest = list(parts)
-    while rest:
-        written = os.pwritev(fd, rest, offset_bytes)
-        if written == 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        offset_bytes += written
-        while rest and written >= rest[0].nbytes:
-            written -= rest.pop(0).nbytes
-        if written:
-            rest[0] = rest[0].cast("B")[written:]

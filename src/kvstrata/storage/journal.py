@@ -12,30 +12,50 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from kvstrata.core.errors import FormatError
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoreKey
 from kvstrata.storage.checksum import DIGEST_BYTES, is_sealed, seal
-from kvstrata.storage.disk_files import replace_file, sync_directory, write_all
-from kvstrata.storage.superblock import FORMAT_VERSION, check_version
+from kvstrata.storage.disk_files import read_file, replace_file, sync_directory, write_all
+from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.superblock import FORMAT_VERSION, START_EMPTY, check_version
 
 JOURNAL_NAME: Final = "kvstrata.journal"
-RECORD_BYTES: Final = 128
 COMPACT_RECORDS: Final = 65536
 COMPACT_FACTOR: Final = 4
+PUT, REMOVE, DROP = 1, 2, 3
+HAS_PARENT: Final = 1
+
+RECORD: Final = np.dtype(
+    [
+        ("crc", "<u4"),  # CRC-32 of all that follows
+        ("kind", "u1"),
+        ("flags", "u1"),
+        ("zero", "<u2"),
+        ("sequence", "<u8"),
+        ("slot", "<u4"),
+        ("drops", "<u4"),
+        ("generation", "<u8"),
+        ("key", "V48"),
+        ("parent", "V48"),
+    ]
+)
+RECORD_BYTES: Final = RECORD.itemsize
+
+Records = np.ndarray[tuple[int], np.dtype[Any]]
+"""An array of ``RECORD``: a journal, a part of one, or the blocks of a store in put order."""
 
 _MAGIC: Final = b"KVSJOURN"
 _HEADER: Final = struct.Struct("<8sII16sQQ")
 _HEADER_BYTES: Final = 128
 _SEALED_BYTES: Final = _HEADER.size + DIGEST_BYTES
-_RECORD: Final = struct.Struct("<BBHQIIQ48s48s")  # follows the CRC-32 of itself
-_CRC: Final = struct.Struct("<I")
-_PUT, _REMOVE, _DROP = 1, 2, 3
-_HAS_PARENT: Final = 1
+_CHECKED: Final = struct.Struct(f"<I{RECORD_BYTES - 4}s")
 
 _log = logging.getLogger(__name__)
 
@@ -48,11 +68,20 @@ class Entry(NamedTuple):
     parent: StoreKey | None
 
 
+def put_records(blocks: Iterable[tuple[StoreKey, Entry]]) -> Records:
+    """One PUT for each block, as ``Journal.put`` takes them."""
+    rows = [
+        (0, PUT, HAS_PARENT if parent else 0, 0, 0, slot, 0, generation, key, parent or b"")
+        for key, (slot, generation, parent) in blocks
+    ]
+    return np.array(rows, RECORD)
+
+
 @dataclass(slots=True)
 class Replay:
     """What a journal says, as read at open."""
 
-    entries: dict[StoreKey, Entry] = field(default_factory=dict)
+    puts: Records = field(default_factory=lambda: put_records([]))  # of the blocks that are there
     records: int = 0
     sequence: int = 0  # of the next record
     drops: int = 0  # namespaces dropped since the store was made
@@ -60,19 +89,7 @@ class Replay:
     compact: bool = False  # every record is valid and none is outdated
 
 
-class _Record(NamedTuple):
-    kind: int
-    flags: int
-    reserved: int
-    sequence: int
-    slot: int
-    drops: int
-    generation: int
-    key: bytes
-    parent: bytes
-
-
-def load_journal(directory: Path, store_id: bytes) -> Replay:
+def load_journal(system: FileSystem, directory: Path, store_id: bytes) -> Replay:
     """Replay the journal of store *store_id*; changes nothing on disk.
 
     No journal is an empty store. Records that fail their checksum are skipped. Raises
@@ -80,109 +97,88 @@ def load_journal(directory: Path, store_id: bytes) -> Replay:
     """
     path = directory / JOURNAL_NAME
     try:
-        data = path.read_bytes()
+        data = memoryview(read_file(system, path))
     except FileNotFoundError:
         return Replay()
     replay = _load_header(path, data, store_id)
-    first = replay.sequence
-    found = _replay(data, replay)
-    replay.compact = len(replay.entries) == replay.records and _HEADER_BYTES + (
-        RECORD_BYTES * replay.records
-    ) == len(data)
-    replay.sequence = first + replay.records
-    if found.damaged:
-        _log.warning("%s: skipped %d damaged records", path, found.damaged)
-    if found.lost_drops:
-        _log.warning("%s: a reset was unreadable, all older blocks are forgotten", path)
+    count = (len(data) - _HEADER_BYTES) // RECORD_BYTES
+    body = data[_HEADER_BYTES : _HEADER_BYTES + count * RECORD_BYTES]
+    records = np.frombuffer(body, RECORD)
+    valid = _intact(body) & (records["sequence"] - np.uint64(replay.sequence) == np.arange(count))
+    replay.records = int(np.max(np.flatnonzero(valid), initial=-1)) + 1
+    damaged = int(np.count_nonzero(~valid[: replay.records]))
+    if damaged:
+        _log.warning("%s: skipped %d damaged records", path, damaged)
+    _apply(path, records[valid], replay)
+    replay.sequence += replay.records
+    replay.compact = (
+        len(replay.puts) == replay.records
+        and body.nbytes == (len(data) - _HEADER_BYTES) == RECORD_BYTES * replay.records
+    )
     return replay
 
 
-def _load_header(path: Path, data: bytes, store_id: bytes) -> Replay:
-    header = data[:_SEALED_BYTES]
-    hint = "give the store another directory, or delete this one to start empty"
+def _load_header(path: Path, data: memoryview, store_id: bytes) -> Replay:
+    header = bytes(data[:_SEALED_BYTES])
     if len(data) < _HEADER_BYTES or not header.startswith(_MAGIC):
-        raise FormatError(f"{path} is no journal of KVStrata", hint=hint)
+        raise FormatError(f"{path} is no journal of KVStrata", hint=START_EMPTY)
     _, version, drops, found_id, sequence, generation = _HEADER.unpack_from(header)
     check_version(path, version)
     if not is_sealed(header):
-        raise FormatError(f"{path} is damaged: the checksum of its header is wrong", hint=hint)
+        raise FormatError(
+            f"{path} is damaged: the checksum of its header is wrong", hint=START_EMPTY
+        )
     if found_id != store_id:
         raise FormatError(
-            f"{path} belongs to store {found_id.hex()}, expected {store_id.hex()}", hint=hint
+            f"{path} belongs to store {found_id.hex()}, expected {store_id.hex()}",
+            hint=START_EMPTY,
         )
     return Replay(sequence=sequence, drops=drops, generation=generation)
 
 
-@dataclass(slots=True)
-class _Replayer:
-    """The map while it is rebuilt: by namespace, so that dropping one is one step."""
-
-    drops: int
-    namespaces: dict[NamespaceId, dict[StoreKey, Entry]] = field(default_factory=dict)
-    owners: dict[int, StoreKey] = field(default_factory=dict)
-    generation: int = 0
-    damaged: int = 0
-    lost_drops: bool = False
-
-    def apply(self, record: _Record) -> None:
-        expected = self.drops + (record.kind == _DROP)
-        if record.drops != expected:
-            self.lost_drops = True
-            self.namespaces.clear()
-        self.drops = record.drops
-        if record.kind == _PUT:
-            self._put(record)
-        elif record.kind == _REMOVE:
-            self._remove(record.key, record.slot)
-        elif record.kind == _DROP:
-            self.namespaces.pop(record.key[:NAMESPACE_ID_BYTES], None)
-
-    def _put(self, record: _Record) -> None:
-        owner = self.owners.get(record.slot)
-        if owner is not None and owner != record.key:
-            self._remove(owner, record.slot)
-        parent = record.parent if record.flags & _HAS_PARENT else None
-        entry = Entry(record.slot, record.generation, parent)
-        self.namespaces.setdefault(record.key[:NAMESPACE_ID_BYTES], {})[record.key] = entry
-        self.owners[record.slot] = record.key
-        self.generation = max(self.generation, record.generation)
-
-    def _remove(self, key: StoreKey, slot: int) -> None:
-        blocks = self.namespaces.get(key[:NAMESPACE_ID_BYTES], {})
-        entry = blocks.get(key)
-        if entry is not None and entry.slot == slot:
-            del blocks[key]
+def _intact(body: memoryview) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which records of *body* have the right checksum."""
+    crc32 = zlib.crc32
+    right = [crc32(rest) == crc for crc, rest in _CHECKED.iter_unpack(body)]
+    return np.array(right, np.bool_)
 
 
-def _replay(data: bytes, replay: Replay) -> _Replayer:
-    """Apply every valid record of *data* to *replay*; what fails at the end is a torn tail."""
-    replayer = _Replayer(replay.drops)
-    unapplied = 0
-    for position, record in enumerate(_records(data)):
-        if record is None or record.sequence != replay.sequence + position:
-            unapplied += 1
-            continue
-        replayer.apply(record)
-        replayer.damaged += unapplied
-        unapplied = 0
-        replay.records = position + 1
-    for blocks in replayer.namespaces.values():
-        replay.entries.update(blocks)
-    replay.drops = replayer.drops
-    replay.generation = max(replay.generation, replayer.generation + 1)
-    return replayer
+def _apply(path: Path, records: Records, replay: Replay) -> None:
+    """Set *replay* to what the valid *records* leave behind.
 
+    A block is there if its PUT is the last record of its slot, and no later DROP covers it.
+    """
+    if not len(records):
+        return
+    is_drop = records["kind"] == DROP
+    is_put = records["kind"] == PUT
+    used = int(np.max(records["generation"][is_put], initial=0))
+    replay.generation = max(replay.generation, used + 1)
 
-def _records(data: bytes) -> Iterator[_Record | None]:
-    """Each whole record of *data*, ``None`` for one that fails its checksum."""
-    view = memoryview(data)
-    crc32, crc_bytes = zlib.crc32, _CRC.size
-    for start in range(_HEADER_BYTES, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
-        body = view[start + crc_bytes : start + RECORD_BYTES]
-        if crc32(body) == _CRC.unpack_from(data, start)[0]:
-            yield _Record._make(_RECORD.unpack(body))
-        else:
-            yield None
+    drops = records["drops"].astype(np.int64)
+    lost = np.flatnonzero(drops - is_drop != np.concatenate(([replay.drops], drops[:-1])))
+    replay.drops = int(drops[-1])
+    if len(lost):
+        _log.warning("%s: a reset was unreadable, all older blocks are forgotten", path)
+        records = records[lost[-1] :]
+
+    dropped = {
+        bytes(record["key"])[:NAMESPACE_ID_BYTES]: int(record["sequence"])
+        for record in records[records["kind"] == DROP]
+    }
+    of_slots = records[(records["kind"] == PUT) | (records["kind"] == REMOVE)]
+    _, from_end = np.unique(of_slots["slot"][::-1], return_index=True)
+    last = of_slots[np.sort(len(of_slots) - 1 - from_end)]
+    puts = last[last["kind"] == PUT]
+    if dropped:
+        keys, sequences = puts["key"].tolist(), puts["sequence"].tolist()
+        puts = puts[
+            [
+                sequence > dropped.get(key[:NAMESPACE_ID_BYTES], -1)
+                for key, sequence in zip(keys, sequences, strict=True)
+            ]
+        ]
+    replay.puts = puts
 
 
 class Journal:
@@ -192,8 +188,11 @@ class Journal:
     may have been recorded without being durable.
     """
 
-    def __init__(self, directory: Path, store_id: bytes, replay: Replay) -> None:
+    def __init__(
+        self, system: FileSystem, directory: Path, store_id: bytes, replay: Replay
+    ) -> None:
         """Continue after *replay*, in a new compact file unless the old one is compact."""
+        self._system = system
         self._directory = directory
         self._store_id = store_id
         self._sequence = replay.sequence
@@ -203,43 +202,44 @@ class Journal:
         self._name_durable = True
         self._retry_records = 0
         if replay.compact:
-            self._fd = os.open(directory / JOURNAL_NAME, os.O_RDWR | os.O_CLOEXEC)
+            self._fd = system.open(directory / JOURNAL_NAME, os.O_RDWR)
         else:
-            self._fd = self._replace(replay.entries, replay.generation)
+            self._fd = self._replace(replay.puts, replay.generation)
 
-    def put(self, blocks: Iterable[tuple[StoreKey, Entry]]) -> None:
-        """Record where *blocks* are. Their data must be durable already."""
-        self._append([(_PUT, key, entry) for key, entry in blocks])
+    def put(self, puts: Records) -> None:
+        """Record where blocks are. Their data must be durable already."""
+        self._append(puts)
 
-    def remove(self, blocks: Iterable[tuple[StoreKey, Entry]]) -> None:
-        """Record that *blocks* are gone. Their slots must not be written before this returns."""
-        self._append([(_REMOVE, key, entry) for key, entry in blocks])
+    def remove(self, puts: Records) -> None:
+        """Record that the blocks of *puts* are gone, before anything is written to their slots."""
+        puts["kind"] = REMOVE
+        self._append(puts)
 
     def drop(self, namespace: NamespaceId) -> None:
         """Record that every block of *namespace* is gone; call ``sync`` to make it durable."""
         self._drops += 1
         try:
-            self._append([(_DROP, namespace, Entry(0, 0, None))])
+            self._append(np.array([(0, DROP, 0, 0, 0, 0, 0, 0, namespace, b"")], RECORD))
         except OSError:
             self._drops -= 1
             raise
 
     def sync(self) -> None:
         """Make every record durable."""
-        os.fdatasync(self._fd)
+        self._system.fdatasync(self._fd)
         if not self._name_durable:
-            sync_directory(self._directory)
+            sync_directory(self._system, self._directory)
             self._name_durable = True
 
     def wants_compaction(self, live: int) -> bool:
         """Whether most records are outdated, with *live* blocks in the store."""
         return self._records > max(COMPACT_RECORDS, COMPACT_FACTOR * live, self._retry_records)
 
-    def compact(self, entries: Mapping[StoreKey, Entry], generation: int) -> None:
-        """Rewrite the journal as one record per entry; *generation* is the next to be used."""
+    def compact(self, puts: Records, generation: int) -> None:
+        """Rewrite the journal as *puts*; *generation* is the next to be used."""
         self._retry_records = self._records + COMPACT_RECORDS
-        fd = self._replace(entries, generation)
-        os.close(self._fd)
+        fd = self._replace(puts, generation)
+        self._system.close(self._fd)
         self._fd = fd
         self._torn = False
         self._retry_records = 0
@@ -249,48 +249,43 @@ class Journal:
             self.sync()
         except OSError as e:
             _log.warning("journal of %s could not be synced at close: %s", self._directory, e)
-        os.close(self._fd)
+        self._system.close(self._fd)
 
-    def _append(self, records: list[tuple[int, bytes, Entry]]) -> None:
+    def _append(self, records: Records) -> None:
         end_bytes = _HEADER_BYTES + self._records * RECORD_BYTES
         if self._torn:
-            os.ftruncate(self._fd, end_bytes)
+            self._system.ftruncate(self._fd, end_bytes)
             self._torn = False
         data = self._pack(records)
         try:
-            write_all(self._fd, data, end_bytes)
+            write_all(self._system, self._fd, data, end_bytes)
         except OSError:
             self._torn = True
-            os.ftruncate(self._fd, end_bytes)
+            self._system.ftruncate(self._fd, end_bytes)
             self._torn = False
             raise
         self._records += len(records)
         self._sequence += len(records)
 
-    def _pack(self, records: Iterable[tuple[int, bytes, Entry]]) -> bytes:
-        packed = bytearray()
-        for sequence, (kind, key, entry) in enumerate(records, self._sequence):
-            slot, generation, parent = entry
-            flags = _HAS_PARENT if parent is not None else 0
-            body = _RECORD.pack(
-                kind, flags, 0, sequence, slot, self._drops, generation, key, parent or b""
-            )
-            packed += _CRC.pack(zlib.crc32(body))
-            packed += body
-        return bytes(packed)
+    def _pack(self, records: Records) -> bytes:
+        """The bytes of *records*, numbered from the next sequence number on."""
+        records["sequence"] = np.arange(self._sequence, self._sequence + len(records))
+        records["drops"] = self._drops
+        bodies = _CHECKED.iter_unpack(records.tobytes())
+        records["crc"] = [zlib.crc32(body) for _, body in bodies]
+        return records.tobytes()
 
-    def _replace(self, entries: Mapping[StoreKey, Entry], generation: int) -> int:
+    def _replace(self, puts: Records, generation: int) -> int:
         header = _HEADER.pack(
             _MAGIC, FORMAT_VERSION, self._drops, self._store_id, self._sequence, generation
         )
-        records = self._pack((_PUT, key, entry) for key, entry in entries.items())
-        data = seal(header).ljust(_HEADER_BYTES, b"\0") + records
-        fd = replace_file(self._directory, JOURNAL_NAME, data)
-        self._records = len(entries)
-        self._sequence += len(entries)
+        data = seal(header).ljust(_HEADER_BYTES, b"\0") + self._pack(puts)
+        fd = replace_file(self._system, self._directory, JOURNAL_NAME, data)
+        self._records = len(puts)
+        self._sequence += len(puts)
         self._name_durable = False
         try:
-            sync_directory(self._directory)
+            sync_directory(self._system, self._directory)
             self._name_durable = True
         except OSError as e:
             _log.warning("%s could not be synced: %s", self._directory, e)

@@ -1,0 +1,76 @@
+"""Giving the slot files of a disk store their room, and finding out what is left of them."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvstrata.storage.disk_files import exists, sync_directory
+from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.superblock import Superblock
+
+
+def slot_path(directory: Path, number: int) -> Path:
+    """Where slot file *number* of *directory* is."""
+    return directory / f"kvstrata_{number}.bin"
+
+
+def slot_files(paths: Sequence[Path], superblock: Superblock) -> Iterator[tuple[Path, int]]:
+    """Every slot file, and how long it is in bytes."""
+    for directory, path in enumerate(paths):
+        for number, slots in enumerate(superblock.file_slots(directory)):
+            yield slot_path(path, number), slots * superblock.slot_bytes
+
+
+def whole_slots(
+    system: FileSystem, paths: Sequence[Path], superblock: Superblock
+) -> list[list[int]]:
+    """Number of whole slots that each slot file of each directory has; 0 for a missing file."""
+    found = []
+    for directory, path in enumerate(paths):
+        files = [slot_path(path, n) for n in range(len(superblock.file_slots(directory)))]
+        sizes = [system.stat(file).st_size if exists(system, file) else 0 for file in files]
+        found.append([size // superblock.slot_bytes for size in sizes])
+    return found
+
+
+def preallocate(
+    system: FileSystem, paths: Sequence[Path], superblock: Superblock, undo: ExitStack
+) -> None:
+    """Give every slot file its full size in real disk blocks; *undo* takes it back.
+
+    Files that are large enough are left alone. Raises ``OSError`` where the disk is full.
+    """
+    changed = {
+        file.parent
+        for file, wanted_bytes in slot_files(paths, superblock)
+        if _allocate(system, file, wanted_bytes, undo)
+    }
+    for path in changed:
+        sync_directory(system, path)
+
+
+def _allocate(system: FileSystem, path: Path, wanted_bytes: int, undo: ExitStack) -> bool:
+    existed = exists(system, path)
+    fd = system.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        found = system.fstat(fd)
+        if existed:
+            undo.callback(_truncate, system, path, found.st_size)
+        else:
+            undo.callback(system.unlink, path)
+        if found.st_size >= wanted_bytes and found.st_blocks * 512 >= wanted_bytes:
+            return False
+        system.posix_fallocate(fd, 0, wanted_bytes)
+        system.fsync(fd)
+    finally:
+        system.close(fd)
+    return True
+
+
+def _truncate(system: FileSystem, path: Path, length_bytes: int) -> None:
+    fd = system.open(path, os.O_RDWR)
+    try:
+        system.ftruncate(fd, length_bytes)
+    finally:
+        system.close(fd)
