@@ -1,6 +1,7 @@
 """The server's I/O threads: every block of a read has one fate, the writer survives anything."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -22,8 +23,13 @@ class Shelf:
         self.broken: set[StoreKey] = set()
         self.error: Exception = TierUnavailable("gone")
         self.lock = threading.Lock()
+        self.reading = threading.Semaphore(0)
+        self.opened = threading.Event()
+        self.opened.set()
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        self.reading.release()
+        assert self.opened.wait(PATIENCE_SECONDS)
         with self.lock:
             self.batches.append(list(keys))
         if self.broken & set(keys):
@@ -52,14 +58,14 @@ class Writer:
         self.more = 0
         self.error: Exception | None = None
 
-    def __call__(self) -> bool:
+    def __call__(self) -> int:
         self.called += 1
         if self.error is not None:
             raise self.error
         if self.more:
             self.more -= 1
-            return True
-        return False
+            return MIB
+        return 0
 
 
 @pytest.fixture
@@ -151,3 +157,75 @@ def test_writer_looks_again_by_itself_after_a_while(
     engine = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
     eventually(lambda: writer.called > 3, "the writer waits to be woken")
     engine.close(PATIENCE_SECONDS)
+
+
+class TestSchedule:
+    @pytest.fixture
+    def shelf(self) -> Shelf:
+        """A store whose reads wait until it is opened."""
+        shelf = Shelf()
+        shelf.opened.clear()
+        return shelf
+
+    def test_reads_beyond_the_bound_are_not_asked_for(
+        self, shelf: Shelf, writer: Writer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(subject, "_READ_BATCH_BYTES", 2 * MIB)
+        engine = TransferEngine(
+            shelf,  # type: ignore[arg-type]  # reads only
+            writer,
+            block_bytes=MIB,
+            read_threads=1,
+            max_queued_bytes=5 * MIB,
+        )
+        fates = Fates()
+        engine.read([b"a", b"b", b"c", b"d", b"e", b"f"], [memoryview(b"")] * 6, fates)
+        assert fates.of == {4: [None], 5: [None]}
+        shelf.opened.set()
+        eventually(lambda: len(fates.of) == 6, "some block has no fate")
+        assert fates.of[3] == [Read.HIT]
+        assert read(engine, b"e") == {0: [Read.HIT]}  # there is room again
+        engine.close(PATIENCE_SECONDS)
+
+    def test_nothing_is_written_while_a_read_waits(
+        self, shelf: Shelf, writer: Writer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(subject, "_YIELD_SECONDS", PATIENCE_SECONDS)
+        monkeypatch.setattr(subject, "_RETRY_SECONDS", PATIENCE_SECONDS)
+        engine = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
+        eventually(lambda: writer.called == 1, "the writer has not looked")
+        fates = Fates()
+        engine.read([b"a"], [memoryview(b"")], fates)
+        assert shelf.reading.acquire(timeout=PATIENCE_SECONDS)
+        engine.wake()
+        time.sleep(0.05)  # time to do wrong
+        assert writer.called == 1
+        shelf.opened.set()
+        eventually(lambda: writer.called > 1, "the writer does not go on")
+        engine.close(PATIENCE_SECONDS)
+
+    def test_reads_that_never_pause_do_not_stop_the_writer(
+        self, shelf: Shelf, writer: Writer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(subject, "_YIELD_SECONDS", 0.001)
+        engine = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
+        engine.read([b"a"], [memoryview(b"")], Fates())
+        called, writer.more = writer.called, 3
+        engine.wake()
+        eventually(lambda: writer.called > called + 3, "the writer waits for a read")
+        shelf.opened.set()
+        engine.close(PATIENCE_SECONDS)
+
+    def test_writes_keep_to_their_rate(self, shelf: Shelf, writer: Writer) -> None:
+        writer.more = 1000
+        started = time.monotonic()
+        engine = TransferEngine(
+            shelf,  # type: ignore[arg-type]  # reads only
+            writer,
+            block_bytes=MIB,
+            write_bytes_per_second=100 * MIB,
+        )
+        eventually(lambda: writer.called >= 20, "the writer does not write")
+        assert time.monotonic() - started >= 0.18
+        engine.close(PATIENCE_SECONDS)
+        assert writer.called < 1000

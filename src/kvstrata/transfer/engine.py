@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,45 +14,61 @@ from kvstrata.storage.store import Store
 _log = logging.getLogger(__name__)
 
 _READ_BATCH_BYTES = 4 << 20
-_READERS = 4
 _WRITER_NICENESS = 10
 _RETRY_SECONDS = 1.0  # a store that failed is tried again after this, woken or not
+_YIELD_SECONDS = 0.5  # a write waits for reads so long at most: they may never pause
+
+Done = Callable[[int, Sequence[Read | None]], None]
 
 
 class TransferEngine:
     """Reads on demand, writes in the background.
 
-    ``read`` returns at once; *done* is called on an I/O thread, once per part of the request.
-    The writer calls ``write_some`` again and again while it returns True, else waits for ``wake``.
+    ``read`` returns at once; *done* is called once per part of the request, on an I/O thread, or
+    on the caller's for a part that is not queued. The writer calls ``write_some``, which returns
+    the bytes that it wrote, again and again until there were none, then waits for ``wake``. It
+    starts no write while a read waits or runs, except one each half second.
     """
 
-    def __init__(self, store: Store, write_some: Callable[[], bool], *, block_bytes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        write_some: Callable[[], int],
+        *,
+        block_bytes: int,
+        read_threads: int = 4,
+        max_queued_bytes: int = 4 << 30,
+        write_bytes_per_second: float | None = None,
+    ) -> None:
+        """*read_threads* is the depth of the queue at the disk.
+
+        Reads beyond *max_queued_bytes*, waiting and running together, are not asked for.
+        Writes are held to *write_bytes_per_second* on average, without a limit if None.
+        """
         self._store = store
         self._write_some = write_some
+        self._block_bytes = block_bytes
         self._batch_blocks = max(1, _READ_BATCH_BYTES // block_bytes)
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvstrata-read")
+        self._max_queued_bytes = max_queued_bytes
+        self._write_bytes_per_second = write_bytes_per_second
+        self._queued_bytes = 0
+        self._no_reads = threading.Condition()  # guards _queued_bytes
+        self._readers = ThreadPoolExecutor(read_threads, thread_name_prefix="kvstrata-read")
         self._work = threading.Event()
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_loop, name="kvstrata-write", daemon=True)
         self._writer.start()
 
-    def read(
-        self,
-        keys: Sequence[StoreKey],
-        buffers: Sequence[memoryview],
-        done: Callable[[int, Sequence[Read | None]], None],
-    ) -> None:
+    def read(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], done: Done) -> None:
         """Fill ``buffers[i]`` with block ``keys[i]``.
 
         *done(start, reads)* tells the fates of ``len(reads)`` blocks from index *start* on, None
-        where the store could not be asked. Each block has one fate.
+        where the store could not be asked or its queue is full. Each block has one fate.
         """
         step = self._batch_blocks
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
-            try:
-                self._readers.submit(self._read_part, keys[part], buffers[part], start, done)
-            except RuntimeError:  # closed meanwhile
+            if not self._queue(keys[part], buffers[part], start, done):
                 done(start, [None] * len(keys[part]))
 
     def wake(self) -> None:
@@ -65,12 +82,23 @@ class TransferEngine:
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._writer.join(timeout_seconds)
 
+    def _queue(
+        self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], start: int, done: Done
+    ) -> bool:
+        """Give a part to the I/O threads, unless too much waits already or they are gone."""
+        part_bytes = len(keys) * self._block_bytes
+        with self._no_reads:
+            if self._queued_bytes + part_bytes > self._max_queued_bytes:
+                return False
+            try:
+                self._readers.submit(self._read_part, keys, buffers, start, done)
+            except RuntimeError:  # closed meanwhile
+                return False
+            self._queued_bytes += part_bytes
+        return True
+
     def _read_part(
-        self,
-        keys: Sequence[StoreKey],
-        buffers: Sequence[memoryview],
-        start: int,
-        done: Callable[[int, Sequence[Read | None]], None],
+        self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], start: int, done: Done
     ) -> None:
         reads: Sequence[Read | None] = [None] * len(keys)
         try:
@@ -79,6 +107,10 @@ class TransferEngine:
             _log.warning("reading %d blocks failed: %s", len(keys), e)
         except Exception:  # noqa: BLE001 - thread top: whoever waits must hear of the failure
             _log.exception("reading %d blocks failed", len(keys))
+        with self._no_reads:
+            self._queued_bytes -= len(keys) * self._block_bytes
+            if not self._queued_bytes:
+                self._no_reads.notify()
         done(start, reads)
 
     def _write_loop(self) -> None:
@@ -86,10 +118,16 @@ class TransferEngine:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
         while not self._closing.is_set():
             self._work.clear()
+            with self._no_reads:
+                self._no_reads.wait_for(lambda: not self._queued_bytes, _YIELD_SECONDS)
+            started = time.monotonic()
             try:
-                busy = self._write_some()
+                written_bytes = self._write_some()
             except Exception:  # noqa: BLE001 - thread top: later blocks must still be written
                 _log.exception("writing blocks in the background failed")
-                busy = False
-            if not busy:
+                written_bytes = 0
+            if not written_bytes:
                 self._work.wait(_RETRY_SECONDS)
+            elif self._write_bytes_per_second is not None:
+                due = started + written_bytes / self._write_bytes_per_second
+                self._closing.wait(max(0.0, due - time.monotonic()))
