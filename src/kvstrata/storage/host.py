@@ -1,11 +1,29 @@
 """The memory of the host tier: equal slots, each with a generation that names its owner."""
 
 import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.storage.mapping import HostMapping, header_bytes
+from kvstrata.storage.mapping import PAGE_BYTES, HostMapping
+from kvstrata.storage.numa import prefer_node
 
-_PREFAULT_STEP_BYTES = 64 << 20
+__all__ = ["HostMemory", "HostUsage"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostUsage:
+    """How the bytes of a host tier are used."""
+
+    backed_bytes: int  # have memory behind them; all of ``total_bytes`` once prefaulted
+    total_bytes: int
+    padding_bytes: int  # slots are whole pages: what blocks leave of them, in all slots
+
+    @property
+    def padding_share(self) -> float:
+        """Fraction of the tier that can hold no block."""
+        return self.padding_bytes / self.total_bytes
 
 
 class HostMemory:
@@ -16,8 +34,19 @@ class HostMemory:
     promised.
     """
 
-    def __init__(self, *, capacity_bytes: int, block_bytes: int, server_id: bytes) -> None:
-        slot_bytes = -(-block_bytes // 4096) * 4096
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        block_bytes: int,
+        server_id: bytes,
+        huge_pages: bool = False,
+        numa_node: int | None = None,
+    ) -> None:
+        """*huge_pages*: of 2 MiB, from those that the kernel has set aside. *numa_node*: where the
+        memory should come from. Raises ``ConfigError`` if the machine has not got it.
+        """
+        slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.slots = capacity_bytes // slot_bytes
         if self.slots < 1:
             raise ConfigError(
@@ -25,7 +54,14 @@ class HostMemory:
                 hint="raise the capacity of the host tier in `tiers`",
             )
         self.block_bytes = block_bytes
-        self.mapping = HostMapping.create(self.slots, slot_bytes, server_id)
+        self.mapping = HostMapping.create(self.slots, slot_bytes, server_id, huge_pages=huge_pages)
+        self._closed = threading.Event()
+        if numa_node is not None:
+            try:
+                prefer_node(self.mapping.address, self.mapping.total_bytes, numa_node)
+            except ConfigError:
+                self.close()
+                raise
 
     def disown(self, slot: int) -> None:
         """What was promised of *slot* no longer holds."""
@@ -38,23 +74,30 @@ class HostMemory:
         """The ``block_bytes`` bytes of *slot*, writable."""
         return memoryview(self.mapping.data[slot])[: self.block_bytes]
 
-    def prefault(self) -> None:
+    def usage(self) -> HostUsage:
+        used_bytes = self.slots * self.block_bytes
+        return HostUsage(
+            backed_bytes=os.fstat(self.mapping.fd).st_blocks * 512,
+            total_bytes=self.mapping.total_bytes,
+            padding_bytes=self.mapping.total_bytes - used_bytes,
+        )
+
+    def prefault(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Back every page with memory now; raises ``ConfigError`` if there is not enough.
 
-        Takes about 0.7 s a GiB, without the GIL; slots may be used meanwhile.
+        Takes about 0.7 s a GiB, 0.1 s with huge pages, without the GIL; slots may be used
+        meanwhile, and ``close`` ends it early. *progress* is called with the bytes done and the
+        bytes in all: at first, and after every 64 MiB.
         """
-        total = header_bytes(self.slots) + self.mapping.data.nbytes
-        fd = os.dup(self.mapping.fd)
         try:
-            for start in range(0, total, _PREFAULT_STEP_BYTES):
-                os.posix_fallocate(fd, start, min(_PREFAULT_STEP_BYTES, total - start))
+            self.mapping.touch(self._closed, progress)
         except OSError as e:
             raise ConfigError(
-                f"memory for the host tier ran out within {total} bytes: {e.strerror}",
+                f"memory for the host tier ran out within {self.mapping.total_bytes} bytes: "
+                f"{e.strerror}",
                 hint="lower the capacity of the host tier in `tiers`",
             ) from e
-        finally:
-            os.close(fd)
 
     def close(self) -> None:
+        self._closed.set()
         self.mapping.close()
