@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import InvariantViolated, KVStrataError
-from kvstrata.core.limits import resolve_host_capacity
+from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import BlockKey, NamespaceId, Read, StoreKey
 from kvstrata.index.prefix_index import NO_SLOT, Entry
-from kvstrata.manager.cascade import Cascade, open_disk
+from kvstrata.manager.cascade import Cascade
 from kvstrata.manager.report import CacheReport, TierReport
 from kvstrata.manager.residency import Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 from kvstrata.manager.tasks import GetTask, PutTask, TaskEvent, TaskState, TaskStatus, step
 from kvstrata.observe import metrics
+from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory
 
 _log = logging.getLogger(__name__)
@@ -38,27 +38,21 @@ class KVManager:
     """
 
     def __init__(self, config: Config, *, block_bytes: int) -> None:
-        self.server_id = secrets.token_bytes(16)
         self.block_bytes = block_bytes
         self.counters = metrics.Counters()
         self._lock = threading.Condition()
         self._drain_timeout_seconds = config.drain_timeout_seconds
         self._lease_seconds = _LEASE_SECONDS + config.load_timeout_seconds
-        host_bytes = resolve_host_capacity(config.host_tier)
-        self._memory = HostMemory(
-            capacity_bytes=host_bytes, block_bytes=block_bytes, server_id=self.server_id
-        )
-        try:
-            disk = open_disk(config.disk_tier, block_bytes) if config.disk_tier else None
-        except KVStrataError:
-            self._memory.close()
-            raise
+        self._storage = StorageEngine(block_bytes, config.tiers)
+        self._memory = self._storage.host.data
+        self.server_id = self._memory.mapping.server_id
+        disk = self._storage.disk
         self._cache = Residency(
             self._memory,
             self.counters,
-            disk_capacity_blocks=disk.statistics().capacity_blocks if disk else 0,
+            disk_capacity_blocks=disk.capacity_blocks if disk else 0,
         )
-        self._cascade = Cascade(disk, self._cache, self._lock, self.counters) if disk else None
+        self._cascade = Cascade(disk.data, self._cache, self._lock, self.counters) if disk else None
         self._sessions = Sessions()
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
         self._gets: dict[int, GetTask] = {}
@@ -333,7 +327,7 @@ class KVManager:
         """Write what is not on disk yet, at most ``drain_timeout_seconds`` long, and release all."""
         if self._cascade:
             self._cascade.close(self._drain_timeout_seconds)
-        self._memory.close()
+        self._storage.close()
 
     # -- inside, with the lock held ----------------------------------------------------------
 

@@ -1,0 +1,192 @@
+"""StorageEngine: the storage of every tier, and the handles on it."""
+
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from kvstrata.core.config import DiskTier, HostTier, Tier
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.layout import (
+    ElementType,
+    KVCacheLayout,
+    KVCacheLayoutType,
+    KVGroup,
+    group_offsets_bytes,
+)
+from kvstrata.core.limits import resolve_host_capacity
+from kvstrata.storage.device import Tensor, device_handle
+from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.handles import DeviceType, StorageHandle
+from kvstrata.storage.host import HostMemory
+from kvstrata.storage.store import Store
+
+__all__ = ["StorageEngine"]
+
+
+class StorageEngine:
+    """Allocates host memory and disk, takes in a remote store and device tensors, frees all.
+
+    Host, disk and remote hold the same BLOCKWISE blocks of ``block_bytes``. Blocks of the device
+    may be smaller, in tokens and heads, and of any layout.
+    """
+
+    def __init__(
+        self,
+        block: Sequence[KVGroup] | int,
+        tiers: Sequence[Tier],
+        *,
+        remote: Store | None = None,
+        huge_pages: bool = False,
+        numa_node: int | None = None,
+    ) -> None:
+        """*block*: the KV groups of a block, or its bytes where nobody looks inside.
+
+        Raises ``ConfigError`` where that cannot be, and then leaves nothing allocated. Once it is
+        made the engine owns *remote*, and closes it.
+        """
+        self.groups = () if isinstance(block, int) else tuple(block)
+        self.block_bytes = block if isinstance(block, int) else group_offsets_bytes(block)[-1]
+        self._handles: dict[tuple[DeviceType, int], StorageHandle[Any]] = {}
+        _check_groups(self.groups)
+        host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
+        disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+        if host is None:
+            raise ConfigError(
+                "there is no host tier: disk and remote blocks pass through host memory",
+                hint="put a host tier first, as in host:8GiB | disk:/var/cache/kv:200GiB",
+            )
+        if remote is not None:
+            _check_remote(remote, self.block_bytes)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            memory = HostMemory(
+                capacity_bytes=_capacity_bytes(host, huge_pages=huge_pages),
+                block_bytes=self.block_bytes,
+                server_id=secrets.token_bytes(16),
+                huge_pages=huge_pages,
+                numa_node=numa_node,
+            )
+            self._add(DeviceType.HOST, memory, memory.slots)
+            if disk is not None:
+                store = open_disk(disk, self.block_bytes)
+                self._add(DeviceType.DISK, store, store.statistics().capacity_blocks)
+            undo.pop_all()
+        if remote is not None:
+            self._add(DeviceType.REMOTE, remote, remote.statistics().capacity_blocks)
+
+    @property
+    def host(self) -> StorageHandle[HostMemory]:
+        return self.get_storage_handle(DeviceType.HOST)
+
+    @property
+    def disk(self) -> StorageHandle[DiskStore] | None:
+        return self._handles.get((DeviceType.DISK, 0))
+
+    def get_storage_handle(self, device_type: DeviceType, device_id: int = 0) -> StorageHandle[Any]:
+        """The handle of a tier; ``ConfigError`` with those that exist if there is none."""
+        try:
+            return self._handles[device_type, device_id]
+        except KeyError:
+            found = ", ".join(f"{kind.value} {number}" for kind, number in self._handles) or "none"
+            raise ConfigError(
+                f"there is no storage on {device_type.value} {device_id}",
+                hint=f"allocated or registered are: {found}",
+            ) from None
+
+    def register_device_blocks(
+        self,
+        tensors: Sequence[Tensor],
+        layout: KVCacheLayout,
+        device_id: int,
+        dtype: ElementType,
+    ) -> StorageHandle[tuple[Tensor, ...]]:
+        """Take *tensors* of one KV group by reference: one of all layers, or one for each layer.
+
+        Raises ``ConfigError`` if they are not as *layout* and *dtype* say, or if a block of this
+        engine is not made of whole blocks of theirs.
+        """
+        if (DeviceType.DEVICE, device_id) in self._handles:
+            raise ConfigError(
+                f"the KV cache of device {device_id} is registered already",
+                hint="free it before another is registered",
+            )
+        handle = device_handle(tensors, layout, device_id, dtype)
+        self._check_device_blocks(handle.groups[0])
+        self._handles[DeviceType.DEVICE, device_id] = handle
+        return handle
+
+    def free(self, device_type: DeviceType, device_id: int = 0) -> None:
+        """Give the storage of a tier back; what is not there may be freed too.
+
+        Host memory goes with the last view of it, stores are closed, tensors are let go. The host
+        tier goes last: before those below it, that is a ``ConfigError``.
+        """
+        below = {DeviceType.DISK, DeviceType.REMOTE} & {kind for kind, _ in self._handles}
+        if device_type is DeviceType.HOST and below:
+            raise ConfigError(
+                f"host memory is freed before {', '.join(sorted(kind.value for kind in below))}",
+                hint="free what is below host memory first, or close the engine",
+            )
+        handle = self._handles.pop((device_type, device_id), None)
+        if handle is not None and device_type is not DeviceType.DEVICE:
+            handle.data.close()
+
+    def close(self) -> None:
+        """Free everything; files stay on disk. May be called again."""
+        for device_type, device_id in reversed(list(self._handles)):
+            self.free(device_type, device_id)
+
+    def _add(self, device_type: DeviceType, data: object, capacity_blocks: int) -> None:
+        self._handles[device_type, 0] = StorageHandle(
+            device_type, 0, self.groups, self.block_bytes, capacity_blocks, data
+        )
+
+    def _check_device_blocks(self, of: KVGroup) -> None:
+        if self.groups and not any(_is_made_of(group, of) for group in self.groups):
+            raise ConfigError(
+                f"no block of host memory is made of blocks of {of.layout} of {of.dtype.label}",
+                hint="the layers, head size, kv dimension and element type must be equal, tokens "
+                "and heads of a block in host memory a multiple of the device's",
+            )
+
+
+def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
+    return DiskStore([tier.path], block_bytes=block_bytes, capacity_bytes=tier.capacity)
+
+
+def _capacity_bytes(tier: HostTier, *, huge_pages: bool) -> int:
+    """Huge pages that are set aside do not count as available memory: mapping them tells."""
+    if huge_pages and tier.capacity != "auto":
+        return tier.capacity
+    return resolve_host_capacity(tier)
+
+
+def _check_groups(groups: Sequence[KVGroup]) -> None:
+    for group in groups:
+        if group.layout.type is not KVCacheLayoutType.BLOCKWISE:
+            raise ConfigError(
+                f"blocks below the device are BLOCKWISE, not {group.layout.type.name}",
+                hint="give the engine BLOCKWISE layouts, and register_device_blocks the device's",
+            )
+
+
+def _check_remote(store: Store, block_bytes: int) -> None:
+    found = store.statistics()
+    if found.block_bytes == block_bytes or (found.variable and found.block_bytes > block_bytes):
+        return
+    raise ConfigError(
+        f"the remote tier holds blocks of {found.block_bytes} bytes, host memory of {block_bytes}",
+        hint=f"open the remote store with block_bytes={block_bytes}",
+    )
+
+
+def _is_made_of(block: KVGroup, part: KVGroup) -> bool:
+    """Whether some blocks of *part*, of several token runs or ranks, are one of *block*."""
+    ours, theirs = block.layout, part.layout
+    return (
+        (ours.num_layer, ours.head_size, ours.is_mla, block.dtype)
+        == (theirs.num_layer, theirs.head_size, theirs.is_mla, part.dtype)
+        and ours.tokens_per_block % theirs.tokens_per_block == 0
+        and ours.num_head % theirs.num_head == 0
+    )
