@@ -113,26 +113,26 @@ class Cascade:
         self._transfer.close(timeout_seconds)
         self._disk.close()
 
-    def _write_some(self) -> bool:
-        """Write a batch of blocks; whether there may be more. On the writer thread."""
+    def _write_some(self) -> int:
+        """Write a batch of blocks; its bytes, 0 without one. On the writer thread."""
         with self._write_lock:
             try:
                 self._pay_drops()
             except TierUnavailable as e:
                 _log.warning("dropping a namespace from disk failed: %s", e)
-                return False
+                return 0
             with self._lock:
                 batch = self._cache.next_unwritten(max(1, _WRITE_BATCH_BYTES // self._block_bytes))
                 victims = self._cache.make_disk_room(len(batch))
             if not batch:
-                return False
+                return 0
             self._owed_removals += [entry.key for entry in victims]
             writes: list[Write] = []
             try:
                 writes = self._write(batch)
             except TierUnavailable as e:
                 _log.warning("writing %d blocks to disk failed: %s", len(batch), e)
-                return False
+                return 0
             finally:
                 if not writes:
                     self._write_later(batch)
@@ -140,7 +140,7 @@ class Cascade:
                 for entry, write in zip(batch, writes, strict=True):
                     self._cache.written(entry, stored=write is not Write.FULL)
         self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED))
-        return True
+        return len(batch) * self._block_bytes
 
     def _pay_drops(self) -> None:
         while self._owed_drops:
