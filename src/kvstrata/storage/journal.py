@@ -109,7 +109,7 @@ def load_journal(system: FileSystem, directory: Path, store_id: bytes) -> Replay
     damaged = int(np.count_nonzero(~valid[: replay.records]))
     if damaged:
         _log.warning("%s: skipped %d damaged records", path, damaged)
-    _apply(path, records[valid], replay)
+    _apply(path, records if valid.all() else records[valid], replay)
     replay.sequence += replay.records
     replay.compact = (
         len(replay.puts) == replay.records
@@ -144,41 +144,40 @@ def _intact(body: memoryview) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 def _apply(path: Path, records: Records, replay: Replay) -> None:
-    """Set *replay* to what the valid *records* leave behind.
+    """Set *replay* to what *records*, all of them valid, leave behind.
 
     A block is there if its PUT is the last record of its slot, and no later DROP covers it.
     """
     if not len(records):
         return
-    is_drop = records["kind"] == DROP
-    is_put = records["kind"] == PUT
-    used = int(np.max(records["generation"][is_put], initial=0))
+    kinds = records["kind"].copy()
+    used = int(np.max(records["generation"][kinds == PUT], initial=0))
     replay.generation = max(replay.generation, used + 1)
 
     drops = records["drops"].astype(np.int64)
-    lost = np.flatnonzero(drops - is_drop != np.concatenate(([replay.drops], drops[:-1])))
+    lost = np.flatnonzero(drops - (kinds == DROP) != np.concatenate(([replay.drops], drops[:-1])))
     replay.drops = int(drops[-1])
     if len(lost):
         _log.warning("%s: a reset was unreadable, all older blocks are forgotten", path)
-        records = records[lost[-1] :]
+    after_lost = np.arange(len(records)) >= (lost[-1] if len(lost) else 0)
 
+    of_slots = np.flatnonzero(after_lost & ((kinds == PUT) | (kinds == REMOVE)))
+    _, from_end = np.unique(records["slot"][of_slots][::-1], return_index=True)
+    last = np.sort(of_slots[len(of_slots) - 1 - from_end])
+    there = last[kinds[last] == PUT]
     dropped = {
-        bytes(record["key"])[:NAMESPACE_ID_BYTES]: int(record["sequence"])
-        for record in records[records["kind"] == DROP]
+        bytes(records["key"][position])[:NAMESPACE_ID_BYTES]: position
+        for position in np.flatnonzero(after_lost & (kinds == DROP)).tolist()
     }
-    of_slots = records[(records["kind"] == PUT) | (records["kind"] == REMOVE)]
-    _, from_end = np.unique(of_slots["slot"][::-1], return_index=True)
-    last = of_slots[np.sort(len(of_slots) - 1 - from_end)]
-    puts = last[last["kind"] == PUT]
     if dropped:
-        keys, sequences = puts["key"].tolist(), puts["sequence"].tolist()
-        puts = puts[
+        keys = records["key"][there].tolist()
+        there = there[
             [
-                sequence > dropped.get(key[:NAMESPACE_ID_BYTES], -1)
-                for key, sequence in zip(keys, sequences, strict=True)
+                position > dropped.get(key[:NAMESPACE_ID_BYTES], -1)
+                for key, position in zip(keys, there.tolist(), strict=True)
             ]
         ]
-    replay.puts = puts
+    replay.puts = records if len(there) == len(records) else records[there]
 
 
 class Journal:
