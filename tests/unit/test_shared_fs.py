@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ from hypothesis import strategies as st
 from kvstrata.core.errors import ConfigError, FormatError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage.shared_fs import SharedFsStore, Times
+from kvstrata.storage.store import Store
+from kvstrata.testing import StoreConformance, Traits
 
 BLOCK_BYTES = 8192
 FILE_BYTES = BLOCK_BYTES + 4096
 NAMESPACE = b"n" * 16
 OTHER_NAMESPACE = b"o" * 16
+# What other nodes have added, or this one before a restart, is known after a sweep.
+AS_FAR_AS_IT_KNOWS = Traits(persistent=True, bounded=False, counts=False)
 AT_ONCE = Times(touch_seconds=0, lease_seconds=0, census_seconds=0, abandoned_seconds=0)
 
 
@@ -78,6 +83,26 @@ def store(path: Path) -> Iterator[SharedFsStore]:
     store = make(path)
     yield store
     store.close()
+
+
+class TestConformance(StoreConformance):
+    traits = AS_FAR_AS_IT_KNOWS
+
+    def open_store(self, place: Path) -> Store:
+        return make(place / "store", 16)
+
+    def damage(self, store: Store, place: Path, wanted: StoreKey) -> None:
+        name = wanted[16:].hex()
+        file = place / "store" / "blocks" / wanted[:16].hex() / name[:2] / name
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+
+    @contextmanager
+    def outage(self, store: Store, place: Path) -> Iterator[None]:
+        (place / "store").rename(place / "unmounted")
+        yield
+        (place / "unmounted").rename(place / "store")
 
 
 class TestReadAndWrite:
@@ -453,6 +478,23 @@ class TestQuota:
         block_file(path, 0).unlink()
         store.sweep()
         assert store.statistics().blocks == 3
+
+    def test_when_nothing_counted_is_cold_any_more_a_new_count_finds_what_is(
+        self, path: Path
+    ) -> None:
+        store = make(path, 40)
+        for number in range(36):
+            put(store, number)
+            age(path, number, seconds=1000)
+        assert store.sweep() == 0
+        for number in range(1, 36):
+            age(path, number, seconds=number)
+        for number in range(36, 40):
+            put(store, number)
+        assert store.sweep() == 4
+        gone = {0, 35, 34, 33}
+        assert store.exists([key(n) for n in range(40)]) == [n not in gone for n in range(40)]
+        assert store.statistics().blocks == 36
 
     def test_the_counter_of_a_node_that_is_long_gone_is_forgotten(self, path: Path) -> None:
         gone = make(path)

@@ -103,12 +103,18 @@ class SharedFsStore:
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
         _check_keys(keys)
         with self._call("looked up"):
-            return [_file_bytes(self._names.block(key)) is not None for key in keys]
+            found = [_file_bytes(self._names.block(key)) is not None for key in keys]
+            if not all(found):
+                self._check_mounted()
+            return found
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         self._check_batch(keys, buffers)
         with self._call("read"):
-            return [self._read(*block) for block in zip(keys, buffers, strict=True)]
+            fates = [self._read(*block) for block in zip(keys, buffers, strict=True)]
+            if Read.MISS in fates:
+                self._check_mounted()
+            return fates
 
     def write(
         self,
@@ -124,7 +130,10 @@ class SharedFsStore:
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
         _check_keys(keys)
         with self._call("changed"):
-            return [self._remove(self._names.block(key)) for key in keys]
+            found = [self._remove(self._names.block(key)) for key in keys]
+            if not all(found):
+                self._check_mounted()
+            return found
 
     def drop_namespace(self, namespace_id: NamespaceId) -> int:
         """Forget every block of *namespace_id*, and return how many this call has deleted.
@@ -140,6 +149,7 @@ class SharedFsStore:
             try:
                 os.rename(self._names.namespace(namespace_id), trash)
             except FileNotFoundError:
+                self._check_mounted()
                 return 0
             deleted = delete_namespace(trash)
             self._quota.release(deleted)
@@ -254,6 +264,10 @@ class SharedFsStore:
                 raise InvariantViolated(
                     f"a buffer of {buffer.nbytes} bytes for values of 1 to {self._block_bytes}"
                 )
+
+    def _check_mounted(self) -> None:
+        """Raise ``OSError`` if what is missing is not a block but the file system."""
+        os.stat(self._names.blocks)
 
     def _check_open(self) -> None:
         if self._closed:

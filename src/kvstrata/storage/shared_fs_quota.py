@@ -68,7 +68,7 @@ class Quota:
 
         self._sweeping = Lock()  # guards everything below
         self._told = NOTHING  # of what this node has added
-        self._count: _Count | None = None  # only the owner has one
+        self._count: _Count | None = None  # the last one by this node
         self._coldest: list[BlockFile] = []  # of that count, coldest last
         lease = self._election.lease()
         if lease is not None:
@@ -102,7 +102,6 @@ class Quota:
             now_ns = self._tell_added()
             lease = self._election.lease()
             if not self._election.is_ours_to_take(lease):
-                self._count = None
                 if lease is not None:
                     self._know(lease.held)
                 return 0
@@ -111,7 +110,7 @@ class Quota:
             evicted = self._evict()
             if self._is_above(_EVICT_ABOVE):  # of the last count nothing cold is left
                 self._count = None
-                self._learn(now_ns)
+                self._learn(self._tell_added())
                 evicted += self._evict()
             self._election.renew(self.held)
             return evicted
