@@ -142,6 +142,16 @@ class TestErrors:
         assert leftovers(path) == []
         assert put(store, 1) is Write.STORED
 
+    @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
+    def test_a_directory_that_a_stale_cache_shows_and_that_is_gone_is_no_broken_store(
+        self, store: SharedFsStore, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        with monkeypatch.context() as patch:
+            fail_writes(patch, "open", number)
+            assert put(store, 1) is Write.FULL
+        assert store.statistics().blocks == 0
+        assert put(store, 1) is Write.STORED
+
     def test_short_writes_and_reads_are_completed(
         self, store: SharedFsStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -462,12 +462,19 @@ class TestQuota:
                 store.sweep()
         assert [store.statistics().blocks for store in stores] == [9, 9]
 
-    def test_a_damaged_lease_is_taken_over(self, path: Path) -> None:
-        make(path, 10).sweep()
-        (path / "kvstrata.owner").write_bytes(b"garbage" * 30)
+    @pytest.mark.parametrize("damage", ["cut", "flipped bit"])
+    def test_a_damaged_lease_says_nothing_and_is_taken_over(self, path: Path, damage: str) -> None:
+        first = make(path, 10)
+        put(first, 1)
+        first.sweep()
+        lease = path / "kvstrata.owner"
+        data = bytearray(lease.read_bytes())
+        data[45] ^= 1  # of the number of blocks
+        lease.write_bytes(bytes(data) if damage == "flipped bit" else bytes(data[:50]))
         store = make(path, 10)
-        put(store, 1)
+        assert store.statistics().blocks == 0
         store.sweep()
+        assert store.statistics().blocks == 1
         assert make(path, 10).statistics().blocks == 1
 
     def test_a_new_count_corrects_what_nobody_told(self, path: Path) -> None:

@@ -56,7 +56,8 @@ class SharedFsStore:
       and counted. A block that another node removes during a read is right or a miss.
     * Of two writers of one key the last wins; they are expected to write the same.
     * Above its capacity the directory loses the blocks used longest ago, if some node calls
-      ``sweep`` every few seconds. A write that finds no room is ``Write.FULL``.
+      ``sweep`` every few seconds. A write that finds no room is ``Write.FULL``; so is one whose
+      directory another node has removed, as long as the mount shows it as if it were there.
     * A mount that hangs blocks the calling thread: the file system knows no deadline.
     """
 
@@ -234,7 +235,9 @@ class SharedFsStore:
             self._publish(path, [header_of(key, parent, value), value])
             published = True
         except OSError as e:
-            if e.errno not in NO_ROOM:
+            if e.errno in NOT_THERE:
+                self._check_mounted()
+            elif e.errno not in NO_ROOM:
                 raise
         finally:
             if not published:

@@ -74,9 +74,9 @@ class Election:
             return None
         return Lease(owner.decode("ascii", "replace"), beat, Held(blocks, file_bytes))
 
-    def is_ours_to_take(self, lease: Lease | None) -> bool:
+    def is_ours_to_take(self, lease: Lease) -> bool:
         """Whether this node is the owner, or is to replace one that shows no sign of life."""
-        if lease is None or lease.owner == self._node:
+        if lease.owner == self._node:
             return True
         sign = (lease.owner, lease.beat)
         if sign != self._watched:

@@ -101,9 +101,8 @@ class Quota:
         with self._sweeping:
             now_ns = self._tell_added()
             lease = self._election.lease()
-            if not self._election.is_ours_to_take(lease):
-                if lease is not None:
-                    self._know(lease.held)
+            if lease is not None and not self._election.is_ours_to_take(lease):
+                self._know(lease.held)
                 return 0
             self._election.renew(self.held)
             self._learn(now_ns)
