@@ -2,14 +2,15 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvstrata.core.errors import TierUnavailable
@@ -21,7 +22,13 @@ from kvstrata.testing.subject import StoreSubject
 
 _THREADS: Final = 4
 _ROUNDS: Final = 40
-_END_SECONDS: Final = 30.0  # far more than a closed store takes to refuse a call
+END_SECONDS: Final = 10.0  # far more than a closed store takes to refuse a call
+RANDOM_CALLS: Final = settings(
+    max_examples=12,
+    stateful_step_count=20,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+)
 
 
 class LifeRules(StoreSubject):
@@ -67,9 +74,7 @@ class LifeRules(StoreSubject):
             return self.open_store(place)
 
         machine = store_machine(open_store, self.traits, self.value)
-        run_state_machine_as_test(
-            machine, settings=settings(max_examples=20, stateful_step_count=20, deadline=None)
-        )
+        run_state_machine_as_test(machine, settings=RANDOM_CALLS)
 
     # Threads
 
@@ -98,13 +103,13 @@ class LifeRules(StoreSubject):
 
         def work(_: int) -> None:
             self._assert_whole(store, [0, 1], values)
-            read_once.wait(_END_SECONDS)
+            read_once.wait(END_SECONDS)
             with pytest.raises(TierUnavailable):
-                self._use_forever(store, values)
+                self._use_until_it_raises(store, values)
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            running = pool.map(work, range(_THREADS), timeout=_END_SECONDS)
-            read_once.wait(_END_SECONDS)
+            running = pool.map(work, range(_THREADS), timeout=3 * END_SECONDS)
+            read_once.wait(END_SECONDS)
             store.close()
             list(running)
 
@@ -147,7 +152,8 @@ class LifeRules(StoreSubject):
         self._put(store, 3)
         self._assert_holds(store, key(3), 3)
 
-    def _use_forever(self, store: Store, values: list[list[bytes]]) -> NoReturn:
-        while True:
+    def _use_until_it_raises(self, store: Store, values: list[list[bytes]]) -> None:
+        end = time.monotonic() + END_SECONDS
+        while time.monotonic() < end:
             self._put_value(store, key(1), 1)
             self._assert_whole(store, [0, 1], values)

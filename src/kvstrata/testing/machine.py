@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -75,8 +75,15 @@ class StoreMachine(RuleBasedStateMachine):
         length = max(1, round(share * self.block_bytes)) if self.variable else self.block_bytes
         return type(self).value(version, length)
 
+    @rule()
+    def read_all(self) -> None:
+        self.read(KEYS)
+
     @rule(wanted=_batches)
-    def read(self, wanted: list[StoreKey]) -> None:
+    def read_some(self, wanted: list[StoreKey]) -> None:
+        self.read(wanted)
+
+    def read(self, wanted: Sequence[StoreKey]) -> None:
         buffers = [dirty(self.block_bytes) for _ in wanted]
         fates = self.store.read_into(wanted, buffers)
         assert fates == [Read.HIT if each in self.model else Read.MISS for each in wanted]
