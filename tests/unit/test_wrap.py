@@ -1,13 +1,17 @@
-"""The circuit breaker: when it opens, what it lets through, when it closes."""
+"""The wrappers: what each adds to the store inside, with clocks of their own."""
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage.store import StoreStatistics
-from kvstrata.storage.wrap import BreakerStore
+from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
+from kvstrata.testing import Fault, FlakyStore, MemoryStore, SlowStore
 
 
 class Fickle:
@@ -17,9 +21,11 @@ class Fickle:
         self.calls = 0
         self.error: Exception | None = None
         self.closed = False
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def _answer(self) -> None:
         self.calls += 1
+        self.meanwhile()
         if self.error is not None:
             raise self.error
 
@@ -135,3 +141,220 @@ def test_bug_in_the_store_is_not_an_outage(bench: Bench) -> None:
         with pytest.raises(InvariantViolated, match="a bug"):
             bench.breaker.exists([b"k"])
     assert not bench.breaker.is_open
+
+
+class Held:
+    """A call that is under way on a thread until it is let go."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.go = threading.Event()
+        self.error: Exception | None = None
+        inside = threading.Event()
+
+        def hang() -> None:
+            inside.set()
+            assert self.go.wait(10)  # seconds; nothing here takes one
+            if self.error is not None:
+                raise self.error
+
+        bench.store.meanwhile = hang
+        self.thread = threading.Thread(target=self._call, args=(bench.breaker,))
+        self.thread.start()
+        assert inside.wait(10)
+        bench.store.meanwhile = lambda: None
+
+    def _call(self, breaker: BreakerStore) -> None:
+        with suppress(TierUnavailable):
+            breaker.exists([b"k"])
+
+    def end(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.go.set()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def test_only_one_call_probes_at_a_time_however_long_it_takes(bench: Bench) -> None:
+    bench.fail(3)
+    bench.store.error = None
+    bench.now += 5.1
+    probe = Held(bench)
+    bench.now += 20.0
+    for _ in range(3):
+        with pytest.raises(TierUnavailable, match="is under way"):
+            bench.breaker.exists([b"k"])
+    assert bench.store.calls == 4
+    probe.end()
+    assert bench.breaker.exists([b"k"]) == [True]
+
+
+def test_of_many_threads_exactly_one_probes(bench: Bench) -> None:
+    bench.fail(3)
+    bench.now += 5.1
+    start = threading.Barrier(8)
+
+    def call(_: int) -> None:
+        start.wait(10)
+        with suppress(TierUnavailable):
+            bench.breaker.exists([b"k"])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    assert bench.store.calls == 4
+
+
+def test_a_probe_that_ends_with_a_bug_lets_the_next_one_probe(bench: Bench) -> None:
+    bench.fail(3)
+    bench.now += 5.1
+    bench.store.error = InvariantViolated("a bug")
+    with pytest.raises(InvariantViolated):
+        bench.breaker.exists([b"k"])
+    assert bench.breaker.is_open
+    bench.store.error = None
+    assert bench.breaker.exists([b"k"]) == [True]
+    assert not bench.breaker.is_open
+
+
+def test_a_call_from_before_it_opened_does_not_close_it(bench: Bench) -> None:
+    early = Held(bench)
+    bench.fail(3)
+    bench.store.error = None
+    early.end()
+    assert bench.breaker.is_open
+
+
+def test_a_call_from_before_it_opened_does_not_delay_the_probe(bench: Bench) -> None:
+    early = Held(bench)
+    bench.fail(3)
+    bench.store.error = None
+    bench.now += 4.9
+    early.end(TierUnavailable("late"))
+    bench.now += 0.2
+    assert bench.breaker.exists([b"k"]) == [True]
+
+
+def test_calls_that_hang_open_it_while_they_hang(bench: Bench) -> None:
+    hanging = [Held(bench) for _ in range(3)]
+    bench.now += 29.9
+    before = bench.breaker.is_open
+    bench.now += 0.2
+    after = bench.breaker.is_open
+    assert (before, after) == (False, True)
+    with pytest.raises(TierUnavailable, match="switched off after 3 failures"):
+        bench.breaker.exists([b"k"])
+    for call in hanging:
+        call.end()
+    assert bench.breaker.is_open
+
+
+def test_slow_answers_count_as_failures_and_are_given(bench: Bench) -> None:
+    def slow() -> None:
+        bench.now += 30.1
+
+    bench.store.meanwhile = slow
+    for _ in range(3):
+        assert bench.breaker.exists([b"k"]) == [True]
+    assert bench.breaker.is_open
+
+
+def test_a_probe_that_is_slow_does_not_close_it(bench: Bench) -> None:
+    bench.fail(3)
+    bench.store.error = None
+    bench.now += 5.1
+    probe = Held(bench)
+    bench.now += 30.1
+    probe.end()
+    assert bench.breaker.is_open
+    bench.now += 5.1
+    assert bench.breaker.exists([b"k"]) == [True]
+    assert not bench.breaker.is_open
+
+
+class Retrying:
+    """A retry store whose clock goes on by its pauses, and by *call_seconds* with each call."""
+
+    def __init__(self, faults: Sequence[Fault], call_seconds: float = 0.0) -> None:
+        self.now = 10.0
+        self.pauses: list[float] = []
+        memory = MemoryStore(block_bytes=4, capacity_blocks=2)
+        self.flaky = FlakyStore(memory, faults)
+        slow = SlowStore(self.flaky, call_seconds, sleep=self.pass_time)
+        self.store = RetryStore(slow, clock=lambda: self.now, sleep=self.pause)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+KEY = b"k" * 48
+
+
+def test_a_call_is_repeated_until_it_succeeds() -> None:
+    retrying = Retrying([Fault.BEFORE, Fault.BEFORE])
+    assert retrying.store.exists([KEY]) == [False]
+    assert retrying.flaky.calls == 3
+    assert 0 <= retrying.pauses[0] <= 0.05
+    assert 0 <= retrying.pauses[1] <= 0.1
+
+
+def test_the_last_attempt_raises_what_the_store_raised() -> None:
+    retrying = Retrying([Fault.BEFORE] * 3)
+    with pytest.raises(TierUnavailable, match="away"):
+        retrying.store.exists([KEY])
+    assert retrying.flaky.calls == 3
+
+
+def test_a_call_that_was_slow_to_fail_is_not_repeated() -> None:
+    retrying = Retrying([Fault.BEFORE] * 3, call_seconds=2.1)
+    with pytest.raises(TierUnavailable):
+        retrying.store.exists([KEY])
+    assert retrying.flaky.calls == 1
+    assert retrying.pauses == []
+
+
+def test_a_bug_is_not_repeated() -> None:
+    retrying = Retrying([])
+    with pytest.raises(InvariantViolated):
+        retrying.store.exists([b"short"])
+    assert retrying.flaky.calls == 1
+
+
+def test_a_closed_store_is_not_asked_again() -> None:
+    retrying = Retrying([])
+    retrying.store.close()
+    with pytest.raises(TierUnavailable, match="closed"):
+        retrying.store.exists([KEY])
+    assert retrying.flaky.calls == 1
+
+
+def test_a_repeated_write_finds_what_the_first_attempt_stored() -> None:
+    retrying = Retrying([Fault.AFTER])
+    assert retrying.store.write([KEY], [None], [memoryview(b"abcd")]) == [Write.EXISTS]
+    buffer = memoryview(bytearray(4))
+    assert retrying.store.read_into([KEY], [buffer]) == [Read.HIT]
+    assert bytes(buffer) == b"abcd"
+
+
+def test_each_call_is_timed_with_the_bytes_that_it_moved() -> None:
+    seen: list[tuple[str, float, int]] = []
+    ticks = iter([1.0, 1.5, 2.0, 2.25, 3.0, 3.125, 4.0, 4.5, 5.0, 6.0])
+    flaky = FlakyStore(MemoryStore(block_bytes=4, capacity_blocks=2))
+    store = TimedStore(flaky, lambda *call: seen.append(call), clock=lambda: next(ticks))
+    two, content = [KEY, b"l" * 48], memoryview(b"abcd")
+    store.write([*two, KEY], [None] * 3, [content] * 3)
+    store.read_into([KEY, b"m" * 48], [memoryview(bytearray(4))] * 2)
+    store.exists(two)
+    store.remove(two)
+    flaky.plan = iter([Fault.AFTER])
+    with pytest.raises(TierUnavailable):
+        store.write(two, [None] * 2, [content] * 2)
+    assert seen == [
+        ("write", 0.5, 8),
+        ("read", 0.25, 4),
+        ("exists", 0.125, 0),
+        ("remove", 0.5, 0),
+        ("write", 1.0, 0),
+    ]
