@@ -91,7 +91,7 @@ def publish(
     The data has reached the file server before the name does, so a full or broken file system
     shows here and not in a reader. On ``OSError`` *path* is as it was and *temporary* is gone.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     fd = os.open(temporary, flags, 0o600)
     try:
         try:
