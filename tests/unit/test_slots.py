@@ -30,6 +30,19 @@ def test_released_slot_is_reused_before_a_fresh_one_last_released_first() -> Non
     assert [pool.take(), pool.take(), pool.take(), pool.take()] == [2, 0, 3, None]
 
 
+def test_longest_free_run_tells_how_scattered_the_free_slots_are() -> None:
+    pool = SlotPool(8)
+    assert pool.longest_free_run == 8
+    for _ in range(8):
+        pool.take()
+    assert pool.longest_free_run == 0
+    for slot in (1, 4, 5, 7):
+        pool.release(slot)
+    assert (pool.free, pool.longest_free_run) == (4, 2)
+    pool.release(6)
+    assert pool.longest_free_run == 4
+
+
 def test_releasing_a_slot_twice_is_a_bug() -> None:
     pool = SlotPool(2)
     pool.take()

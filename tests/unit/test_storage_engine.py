@@ -79,6 +79,12 @@ def test_a_block_may_be_bytes_that_nobody_looks_into() -> None:
         assert engine.disk is None
 
 
+def test_a_block_of_nothing_is_refused() -> None:
+    for nothing in ([], 0):
+        with pytest.raises(ConfigError, match="a block of 0 bytes"):
+            StorageEngine(nothing, tiers())
+
+
 def test_groups_of_a_hybrid_model_lie_in_one_slot() -> None:
     latent = KVGroup(layout(is_mla=True, num_layer=3, num_head=1), ElementType.INT8)
     with closing(StorageEngine([GROUP, latent], tiers())) as engine:
@@ -150,6 +156,27 @@ def test_what_was_on_disk_is_there_when_the_engine_comes_again(tmp_path: Path) -
             view = engine.host.data.view(0)
             assert engine.disk.data.write([KEY], [None], [view]) == [fate]
             view.release()
+
+
+def test_files_of_a_disk_tier_are_deleted_if_that_is_asked_for(tmp_path: Path) -> None:
+    with closing(StorageEngine([GROUP], tiers(tmp_path))) as engine:
+        assert engine.disk is not None
+        engine.disk.data.write([KEY], [None], [engine.host.data.view(0)])
+        (tmp_path / "notes.txt").write_text("not of the store")
+        engine.free(DeviceType.DISK, unlink=True)
+        assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+        engine.free(DeviceType.DISK, unlink=True)
+
+
+def test_files_that_another_process_has_opened_meanwhile_are_left_alone(tmp_path: Path) -> None:
+    with closing(StorageEngine([GROUP], tiers(tmp_path))) as engine:
+        assert engine.disk is not None
+        engine.disk.data.close()
+        with closing(StorageEngine([GROUP], tiers(tmp_path))) as other:
+            with pytest.raises(ConfigError, match="is in use by process"):
+                engine.free(DeviceType.DISK, unlink=True)
+            assert other.disk is not None
+            assert other.disk.data.write([KEY], [None], [other.host.data.view(0)]) == [Write.STORED]
 
 
 def test_view_outlives_the_memory(engine: StorageEngine) -> None:

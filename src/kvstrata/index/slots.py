@@ -1,5 +1,7 @@
 """The fixed slots of a tier: which are free."""
 
+from bisect import bisect_left
+
 from kvstrata.core.errors import InvariantViolated
 
 
@@ -19,6 +21,13 @@ class SlotPool:
     @property
     def free(self) -> int:
         return self.capacity - self._fresh + len(self._released)
+
+    @property
+    def longest_free_run(self) -> int:
+        """The most free slots side by side. Takes tens of milliseconds for a million."""
+        return bisect_left(
+            range(1, self.capacity + 1), True, key=lambda n: bytes(n) not in self._used
+        )
 
     def take(self) -> int | None:
         """A slot nobody holds, or None when all are taken."""

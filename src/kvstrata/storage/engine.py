@@ -1,8 +1,10 @@
 """StorageEngine: the storage of every tier, and the handles on it."""
 
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from kvstrata.core.config import DiskTier, HostTier, Tier
@@ -17,9 +19,13 @@ from kvstrata.core.layout import (
 from kvstrata.core.limits import resolve_host_capacity
 from kvstrata.storage.device import Tensor, device_handle
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
+from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.handles import DeviceType, StorageHandle
 from kvstrata.storage.host import HostMemory
+from kvstrata.storage.journal import JOURNAL_NAME
 from kvstrata.storage.store import Store
+from kvstrata.storage.superblock import SUPERBLOCK_NAME
 
 __all__ = ["StorageEngine"]
 
@@ -40,7 +46,8 @@ class StorageEngine:
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> None:
-        """*block*: the KV groups of a block, or its bytes where nobody looks inside.
+        """*block*: the KV groups of a block, or its bytes where nobody looks inside. How many
+        blocks a tier holds is for *tiers* to say, not for ``num_block``.
 
         Raises ``ConfigError`` where that cannot be, and then leaves nothing allocated. Once it is
         made the engine owns *remote*, and closes it.
@@ -56,6 +63,7 @@ class StorageEngine:
                 "there is no host tier: disk and remote blocks pass through host memory",
                 hint="put a host tier first, as in host:8GiB | disk:/var/cache/kv:200GiB",
             )
+        self._disk_paths = [disk.path] if disk is not None else []
         if remote is not None:
             _check_remote(remote, self.block_bytes)
         with ExitStack() as undo:
@@ -101,7 +109,7 @@ class StorageEngine:
         device_id: int,
         dtype: ElementType,
     ) -> StorageHandle[tuple[Tensor, ...]]:
-        """Take *tensors* of one KV group by reference: one of all layers, or one for each layer.
+        """Take *tensors* by reference: one of all layers, or one for each layer.
 
         Raises ``ConfigError`` if they are not as *layout* and *dtype* say, or if a block of this
         engine is not made of whole blocks of theirs.
@@ -116,11 +124,12 @@ class StorageEngine:
         self._handles[DeviceType.DEVICE, device_id] = handle
         return handle
 
-    def free(self, device_type: DeviceType, device_id: int = 0) -> None:
+    def free(self, device_type: DeviceType, device_id: int = 0, *, unlink: bool = False) -> None:
         """Give the storage of a tier back; what is not there may be freed too.
 
-        Host memory goes with the last view of it, stores are closed, tensors are let go. The host
-        tier goes last: before those below it, that is a ``ConfigError``.
+        Host memory goes with the last view of it, stores are closed, tensors are let go. *unlink*
+        deletes the files of a disk tier, and what they hold, for good. The host tier goes last:
+        before those below it, that is a ``ConfigError``.
         """
         below = {DeviceType.DISK, DeviceType.REMOTE} & {kind for kind, _ in self._handles}
         if device_type is DeviceType.HOST and below:
@@ -131,6 +140,9 @@ class StorageEngine:
         handle = self._handles.pop((device_type, device_id), None)
         if handle is not None and device_type is not DeviceType.DEVICE:
             handle.data.close()
+        if handle is not None and device_type is DeviceType.DISK and unlink:
+            for path in self._disk_paths:
+                _unlink_files(path)
 
     def close(self) -> None:
         """Free everything; files stay on disk. May be called again."""
@@ -153,6 +165,18 @@ class StorageEngine:
 
 def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
     return DiskStore([tier.path], block_bytes=block_bytes, capacity_bytes=tier.capacity)
+
+
+def _unlink_files(directory: Path) -> None:
+    """Delete the files of a closed disk store. Dying half-way leaves a store without blocks."""
+    system = FileSystem()
+    lock = lock_directory(system, directory, timeout_seconds=0)
+    try:
+        for pattern in (JOURNAL_NAME, "kvstrata_*.bin", SUPERBLOCK_NAME, LOCK_NAME):
+            for file in directory.glob(pattern):
+                file.unlink()
+    finally:
+        os.close(lock)
 
 
 def _capacity_bytes(tier: HostTier, *, huge_pages: bool) -> int:

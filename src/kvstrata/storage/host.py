@@ -46,6 +46,8 @@ class HostMemory:
         """*huge_pages*: of 2 MiB, from those that the kernel has set aside. *numa_node*: where the
         memory should come from. Raises ``ConfigError`` if the machine has not got it.
         """
+        if block_bytes < 1:
+            raise ConfigError(f"a block of {block_bytes} bytes cannot be kept")
         slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.slots = capacity_bytes // slot_bytes
         if self.slots < 1:
