@@ -39,7 +39,8 @@ def no_huge_pages() -> None:
 
 
 def memory(slots: int = 3, block_bytes: int = MIB, **options: object) -> HostMemory:
-    capacity_bytes = slots * -(-block_bytes // 4096) * 4096
+    table_bytes = 2 * MIB if options.get("huge_pages") else 0
+    capacity_bytes = slots * -(-block_bytes // 4096) * 4096 + table_bytes
     return HostMemory(
         capacity_bytes=capacity_bytes,
         block_bytes=block_bytes,
@@ -110,27 +111,41 @@ def test_usage_counts_what_blocks_leave_of_their_slots() -> None:
 
 @pytest.mark.usefixtures("huge_pages")
 def test_huge_pages_back_memory_that_others_map_too() -> None:
-    host = memory(slots=3, huge_pages=True)
+    host = memory(slots=4, huge_pages=True)
     mapping = host.mapping
     assert mapping.page_bytes == HUGE_PAGE_BYTES
-    assert os.fstat(mapping.fd).st_size == mapping.total_bytes == 6 * MIB  # the table takes a page
+    assert os.fstat(mapping.fd).st_size == mapping.total_bytes == 6 * MIB  # the table takes 2
     assert os.fstat(mapping.fd).st_mode & 0o777 == 0o600
     with pytest.raises(PermissionError):
         os.ftruncate(mapping.fd, 2 * MIB)
     host.prefault()
     assert host.usage().backed_bytes == 6 * MIB
-    theirs = HostMapping.from_fd(os.dup(mapping.fd), b"s", 3, MIB)
+    theirs = HostMapping.from_fd(os.dup(mapping.fd), b"s", 4, MIB)
     theirs.touch(threading.Event())
     theirs.data[2] = 7
     host.disown(1)
     assert bytes(host.view(2)) == b"\7" * MIB
-    assert theirs.generations.tolist() == [0, 1, 0]
+    assert theirs.generations.tolist() == [0, 1, 0, 0]
     fd = os.dup(mapping.fd)
     with pytest.raises(ProtocolError, match=r"has 6291456 bytes, expected 8388608"):
         HostMapping.from_fd(fd, b"s", 5, MIB)
     os.close(fd)
     theirs.close()
     host.close()
+
+
+@pytest.mark.usefixtures("huge_pages")
+def test_huge_pages_of_the_whole_capacity_are_enough() -> None:
+    for pages in (3, 8):  # the fixture allows eight
+        host = HostMemory(
+            capacity_bytes=pages * 2 * MIB, block_bytes=MIB, server_id=b"s", huge_pages=True
+        )
+        assert host.slots == 2 * (pages - 1)
+        assert host.usage().total_bytes == pages * 2 * MIB
+        host.close()
+        del host
+    with pytest.raises(ConfigError, match="holds no block"):
+        HostMemory(capacity_bytes=2 * MIB, block_bytes=MIB, server_id=b"s", huge_pages=True)
 
 
 @pytest.mark.usefixtures("huge_pages")
@@ -145,7 +160,7 @@ def test_huge_pages_take_a_node() -> None:
 def test_huge_pages_that_the_kernel_has_not_set_aside_are_an_error_that_says_how_many() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"huge pages(.|\n)*3 more huge pages .*vm.nr_hugepages"):
-        memory(slots=3, huge_pages=True)
+        memory(slots=4, huge_pages=True)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -80,9 +80,10 @@ def test_a_block_may_be_bytes_that_nobody_looks_into() -> None:
 
 
 def test_a_block_of_nothing_is_refused() -> None:
-    for nothing in ([], 0):
-        with pytest.raises(ConfigError, match="a block of 0 bytes"):
-            StorageEngine(nothing, tiers())
+    with pytest.raises(ConfigError, match="a block of 0 bytes"):
+        StorageEngine([], tiers())
+    with pytest.raises(ConfigError, match="a block of 0 bytes"):
+        StorageEngine(0, tiers())
 
 
 def test_groups_of_a_hybrid_model_lie_in_one_slot() -> None:

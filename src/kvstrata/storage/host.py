@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.storage.mapping import PAGE_BYTES, HostMapping
+from kvstrata.storage.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, HostMapping, header_bytes
 from kvstrata.storage.numa import prefer_node
 
 __all__ = ["HostMemory", "HostUsage"]
@@ -43,16 +43,22 @@ class HostMemory:
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> None:
-        """*huge_pages*: of 2 MiB, from those that the kernel has set aside. *numa_node*: where the
-        memory should come from. Raises ``ConfigError`` if the machine has not got it.
+        """*huge_pages*: of 2 MiB, from those that the kernel has set aside; *capacity_bytes* is all
+        that it takes. *numa_node*: where the memory should come from. Raises ``ConfigError`` if the
+        machine has not got it.
         """
         if block_bytes < 1:
             raise ConfigError(f"a block of {block_bytes} bytes cannot be kept")
         slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-        self.slots = capacity_bytes // slot_bytes
+        # Huge pages are counted out: the generation table comes out of the capacity too.
+        page_bytes = HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
+        table_bytes = header_bytes(capacity_bytes // slot_bytes, page_bytes) if huge_pages else 0
+        room_bytes = capacity_bytes // page_bytes * page_bytes - table_bytes
+        self.slots = room_bytes // slot_bytes
         if self.slots < 1:
             raise ConfigError(
-                f"the host tier of {capacity_bytes} bytes holds no block: one takes {slot_bytes}",
+                f"the host tier of {capacity_bytes} bytes holds no block: one takes "
+                f"{slot_bytes + table_bytes}",
                 hint="raise the capacity of the host tier in `tiers`",
             )
         self.block_bytes = block_bytes
