@@ -18,7 +18,7 @@ from kvstrata.transfer.engine import TransferEngine
 
 _log = logging.getLogger(__name__)
 
-_WRITE_BATCH_BYTES: Final = 8 << 20
+_WRITE_BATCH_BYTES: Final = 32 << 20  # some parts for each of the threads that write
 _DRAIN_POLL_SECONDS: Final = 0.005
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to disk
 
@@ -156,7 +156,7 @@ class Cascade:
         if self._owed_removals:
             self._store.remove(self._owed_removals)
             self._owed_removals.clear()
-        return self._store.write(
+        return self._transfer.write(
             [entry.key for entry in batch],
             [entry.parent.key if entry.parent else None for entry in batch],
             [self._cache.memory.view(entry.host_slot) for entry in batch],

@@ -80,17 +80,16 @@ class DiskStore:
         self._name = store_name(paths)
         self._block_bytes = block_bytes
         self._discard = discard
-        self._directories = open_directories(
+        self._directories, replay = open_directories(
             system or FileSystem(), paths, wanted, lock_timeout_seconds
         )
         self._files = self._directories.files
         self._journal = self._directories.journal
         self._slots = self._directories.superblock.slots
-        replay = self._directories.replay
 
-        # Taken first, held while the journal and then the maps change: their orders agree.
+        # Taken first, held while the journal and then the table change: their orders agree.
         self._journal_lock = Lock()
-        # Guards everything below; never held over I/O.
+        # Guards everything below; never held over I/O. The table changes under both locks.
         self._lock = Lock()
         self._table = BlockTable(self._slots, replay.puts)
         self._generation = replay.generation
@@ -98,7 +97,7 @@ class DiskStore:
         self._readers: dict[int, int] = {}
         self._parting: set[int] = set()  # free as soon as their readers are gone
         self._free = FreeSlots(self._slots, self._table.used_slots)
-        self._corrupt_blocks = self._directories.lost_blocks
+        self._corrupt_blocks = replay.lost
         self._active_calls = 0
         self._closed = False
 
@@ -323,12 +322,13 @@ class DiskStore:
         self._compact_journal()
 
     def _compact_journal(self) -> None:
+        """Rewrite the journal if it is worth it. Needs the journal lock."""
+        if not self._journal.wants_compaction(len(self._table)):
+            return
         with self._lock:
-            if not self._journal.wants_compaction(len(self._table)):
-                return
-            puts, generation = self._table.puts(), self._generation
+            generation = self._generation
         try:
-            self._journal.compact(puts, generation)
+            self._journal.compact(self._table.puts(), generation)
         except OSError as e:
             _log.warning("journal of %s could not be compacted: %s", self._name, e)
 

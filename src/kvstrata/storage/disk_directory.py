@@ -86,8 +86,6 @@ class OpenDirectories:
     superblock: Superblock
     files: SlotFiles
     journal: Journal
-    replay: Replay
-    lost_blocks: int  # journalled, but their slot file is missing or too short
     locks: ExitStack
 
     def close(self) -> None:
@@ -98,9 +96,10 @@ class OpenDirectories:
 
 def open_directories(
     system: FileSystem, paths: Sequence[Path], wanted: Wanted, lock_timeout_seconds: float
-) -> OpenDirectories:
+) -> tuple[OpenDirectories, Replay]:
     """Open the store in *paths*, make it if there is none, grow it if more is wanted.
 
+    ``Replay.lost`` blocks were journalled, but their slot file is missing or too short.
     Raises ``ConfigError`` or ``FormatError`` and then leaves *paths* as they were: nothing
     deleted, nothing overwritten, nothing left behind.
     """
@@ -131,7 +130,7 @@ def _open(
     wanted: Wanted,
     lock_timeout_seconds: float,
     undo: ExitStack,
-) -> OpenDirectories:
+) -> tuple[OpenDirectories, Replay]:
     locks = undo.enter_context(ExitStack())
     for path in paths:
         _make_directory(system, path, undo)
@@ -142,7 +141,7 @@ def _open(
 
     found, superblock = _check(system, paths, wanted)
     replay = load_journal(system, paths[0], superblock.store_id)
-    lost_blocks = _forget_lost(system, paths, found or superblock, replay)
+    _forget_lost(system, paths, found or superblock, replay)
 
     for path in paths:
         for name in _TEMPORARIES:
@@ -158,7 +157,7 @@ def _open(
         undo.callback(store_superblock, system, paths[0], found, 0)
         store_superblock(system, paths[0], superblock, 0)
     journal = Journal(system, paths[0], superblock.store_id, replay)
-    return OpenDirectories(superblock, files, journal, replay, lost_blocks, locks.pop_all())
+    return OpenDirectories(superblock, files, journal, locks.pop_all()), replay
 
 
 def _make_directory(system: FileSystem, path: Path, undo: ExitStack) -> None:
@@ -291,8 +290,8 @@ def _occupied_bytes(system: FileSystem, file: Path) -> int:
 
 def _forget_lost(
     system: FileSystem, paths: Sequence[Path], found: Superblock, replay: Replay
-) -> int:
-    """Remove the blocks whose slot is not on disk; their number."""
+) -> None:
+    """Remove the blocks whose slot is not on disk."""
     slots = replay.puts["slot"].astype(np.int64)
     directories, files, positions = found.places(slots)
     whole = whole_slots(system, paths, found)
@@ -301,8 +300,7 @@ def _forget_lost(
         room[number, : len(sizes)] = sizes
     kept = slots < found.slots
     kept[kept] = positions[kept] < room[directories[kept], files[kept]]
-    lost = len(slots) - int(np.count_nonzero(kept))
-    if lost:
+    replay.lost = len(slots) - int(np.count_nonzero(kept))
+    if replay.lost:
         replay.puts = replay.puts[kept]
         replay.compact = False
-    return lost

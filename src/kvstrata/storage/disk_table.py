@@ -73,21 +73,21 @@ class BlockTable:
 def parents_first(puts: Records) -> Iterator[StoredBlock]:
     """Each block of *puts*, after its parent if that is there too."""
     keys: list[StoreKey] = puts["key"].tolist()
-    flags = puts["flags"].tolist()
-    found: list[StoreKey] = puts["parent"].tolist()
-    parents = {
-        key: parent if has & HAS_PARENT else None
-        for key, parent, has in zip(keys, found, flags, strict=True)
-    }
+    parents: list[StoreKey | None] = puts["parent"].tolist()
+    for position in np.flatnonzero(puts["flags"] & HAS_PARENT == 0).tolist():
+        parents[position] = None
+    known: dict[StoreKey, StoreKey | None] = {}  # made when the order of *puts* does not do
     done: set[StoreKey | None] = {None}
-    for key, parent in parents.items():
+    for key, parent in zip(keys, parents, strict=True):
         if key in done:
             continue
-        if parent in done or parent not in parents:
-            done.add(key)
-            yield StoredBlock(key, parent)
-        else:
-            yield from _chain(key, parents, done)
+        if parent not in done:
+            known = known or dict(zip(keys, parents, strict=True))
+            if parent in known:
+                yield from _chain(key, known, done)
+                continue
+        done.add(key)
+        yield StoredBlock(key, parent)
 
 
 def _chain(

@@ -87,6 +87,7 @@ class Replay:
     drops: int = 0  # namespaces dropped since the store was made
     generation: int = 1  # of the next block written; above all that were used
     compact: bool = False  # every record is valid and none is outdated
+    lost: int = 0  # blocks that had to be taken out of puts
 
 
 def load_journal(system: FileSystem, directory: Path, store_id: bytes) -> Replay:
