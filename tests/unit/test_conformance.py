@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstrata.core.types import StoreKey
+from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.quantize import QuantizedStore, quantized_bytes
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore, WrappedStore
 from kvstrata.testing import Fault, FlakyStore, MemoryStore, SlowStore, StoreConformance, Traits
@@ -181,3 +184,49 @@ class TestTimedOverDisk(Timed, OverDisk):
 class TestSlowOverMemory(OverMemory):
     def wrap(self, inner: Store) -> Store:
         return SlowStore(inner, 0.0001)
+
+
+class TestCompressedOverMemory(OverMemory):
+    variable = True
+    inner_bytes = BLOCK_BYTES + FRAME_OVERHEAD_BYTES
+
+    def wrap(self, inner: Store) -> Store:
+        return CompressedStore(inner, 2)
+
+    def value(self, number: int, length: int) -> bytes:
+        """Some that shrink and some that do not."""
+        value = super().value(number, length)
+        return value if number % 2 else value[: length // 2] + bytes(length - length // 2)
+
+
+class Quantized:
+    inner_bytes = quantized_bytes(BLOCK_BYTES, "float32")
+
+    def wrap(self, inner: Store) -> Store:
+        return QuantizedStore(inner, "float32", block_bytes=BLOCK_BYTES)
+
+    def value(self, number: int, length: int) -> bytes:
+        """Whole numbers that 8 bits hold without loss, and one infinity."""
+        numbers = np.random.default_rng(number).integers(-126, 127, length // 4).astype("<f4")
+        numbers[number] = np.inf
+        return numbers.tobytes()
+
+
+class TestQuantizedOverMemory(Quantized, OverMemory):
+    pass
+
+
+class TestQuantizedOverDisk(Quantized, OverDisk):
+    pass
+
+
+class TestAllTogether(OverMemory):
+    """As a remote store would be wrapped."""
+
+    variable = True
+    inner_bytes = BLOCK_BYTES + FRAME_OVERHEAD_BYTES
+
+    def wrap(self, inner: Store) -> Store:
+        timed = TimedStore(CompressedStore(inner, 2), lambda *_: None)
+        retry = RetryStore(timed, backoff_seconds=0.001)
+        return BreakerStore(retry, failures=1, retry_seconds=0)
