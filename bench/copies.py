@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,7 @@ BOUNDS: Final = {16: 0.65, 64: 0.80}  # least ratio, by KiB of a page
 DIRECTIONS: Final = ("save", "load")  # device to host, host to device
 PARTS: Final = {"whole": 0, "part": 1}  # device blocks of a slot that are left out at its start
 ORDERS: Final = ("in order", "random")  # of the device blocks
+CHECKED_BYTES: Final = 16 << 20  # before anything is timed, byte by byte
 CACHE_ALIGNMENT: Final = 64  # bytes; what torch gives a tensor
 
 CACHES: Final = {
@@ -192,6 +194,9 @@ class Bed:
         for page, original in zip(self.pages, source, strict=True):
             page[:] = original
 
+    def close(self) -> None:
+        self.mapping.close()
+
     def _row(self, block: int) -> Bytes:
         return np.concatenate([page[block] for page in self.pages])
 
@@ -229,17 +234,16 @@ def measure(repetitions: int, total_bytes: int) -> list[Sample]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("copying", total=len(every) * (repetitions + 1))
         for cache, page_kib in product(CACHES, BOUNDS):
-            bed = Bed(cache, page_kib, total_bytes)
             own = [case for case in every if (case.cache, case.page_kib) == (cache, page_kib)]
-            for case in own:
-                bed.check(case)
-                progress.advance(task)
-            for repetition, case in product(range(repetitions), own):
-                memcpy_seconds = _timed(bed.memcpy(case))
-                samples.append(Sample(case, repetition, _timed(bed.job(case)), memcpy_seconds))
-                progress.advance(task)
-            bed.mapping.close()
-    return samples
+            with closing(Bed(cache, page_kib, CHECKED_BYTES)) as small:
+                for case in own:
+                    small.check(case)
+            with closing(Bed(cache, page_kib, total_bytes)) as bed:
+                for repetition, case in product(range(repetitions + 1), own):
+                    memcpy_seconds = _timed(bed.memcpy(case))
+                    samples.append(Sample(case, repetition, _timed(bed.job(case)), memcpy_seconds))
+                    progress.advance(task)
+    return [sample for sample in samples if sample.repetition > 0]  # 0 warms up
 
 
 def _timed(action: Callable[[], None]) -> float:

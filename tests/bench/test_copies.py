@@ -1,5 +1,7 @@
 """The cases, ratios and the table of bench/copies.py, and that its copies are right."""
 
+from contextlib import closing
+
 import pytest
 from bench.copies import CACHES, Bed, Case, Sample, cases, failures, markdown, parse, ratio, to_json
 
@@ -32,12 +34,11 @@ def test_table_shows_speeds_and_ratio() -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_copies_that_are_timed_are_right(cache: str) -> None:
-    bed = Bed(cache, 16, 4 << 20)
-    for case in cases():
-        if (case.cache, case.page_kib) == (cache, 16):
-            bed.check(case)
-            bed.memcpy(case)()
-    bed.mapping.close()
+    with closing(Bed(cache, 16, 4 << 20)) as bed:
+        for case in cases():
+            if (case.cache, case.page_kib) == (cache, 16):
+                bed.check(case)
+                bed.memcpy(case)()
 
 
 def test_options_and_json() -> None:

@@ -35,6 +35,16 @@ class StorageEngine:
 
     Host, disk and remote hold the same BLOCKWISE blocks of ``block_bytes``. Blocks of the device
     may be smaller, in tokens and heads, and of any layout.
+
+    >>> from kvstrata.core.config import Config
+    >>> block = KVCacheLayout(KVCacheLayoutType.BLOCKWISE, 32, 1, 16, 8, 128)
+    >>> engine = StorageEngine(
+    ...     [KVGroup(block, ElementType.BFLOAT16)], Config(tiers="host:64MiB").tiers
+    ... )
+    >>> host = engine.get_storage_handle(DeviceType.HOST)
+    >>> host.capacity_blocks, len(host.data.view(31))
+    (32, 2097152)
+    >>> engine.close()
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Copies where device memory is host memory: views of pages, one assignment per device block.
 
 An assignment costs as much as 3 to 8 KiB of copying, so it should move many pages.
-``bench/copies.py`` compares with memcpy: 85 to 100 % at pages of 64 KiB, 77 to 96 % at 16 KiB.
+``bench/copies.py`` compares with memcpy: 84 to 101 % at pages of 64 KiB, 72 to 97 % at 16 KiB.
 Indexing of torch tensors reaches 9 to 27 %. numpy releases the GIL while it copies.
 """
 
