@@ -270,7 +270,7 @@ class Engine:
 
     def promoted_blocks(self) -> int:
         counters = self._call({"counters": True})["counters"]
-        return int(counters.get("kvstrata_promoted_blocks_total", 0))
+        return int(counters.get("kvstrata_promoted_blocks_total{tier=disk}", 0))
 
     def settle(self) -> None:
         """Wait until the engine does nothing: a tenth of a second without CPU time."""

@@ -53,7 +53,7 @@ There is exactly one host tier and it is the first; there is at most one disk ti
       - kind: host
         capacity: 8GiB
       - kind: disk
-        path: /var/cache/kv
+        paths: /var/cache/kv
         capacity: 200GiB
 
 A capacity is a number of bytes, or a number and a unit: `KiB`, `MiB`, `GiB`, `TiB`, `PiB` are

@@ -95,7 +95,16 @@ def test_host_size_and_disk(tmp_path: Path) -> None:
     found = settings("model", "--host-size", "2MiB", "--disk", f"{tmp_path}/kv:3MiB")
     assert found.host_tier.capacity == 2 * 2**20
     assert found.disk_tier is not None
-    assert (found.disk_tier.path, found.disk_tier.capacity) == (tmp_path / "kv", 3 * 2**20)
+    assert (found.disk_tier.paths, found.disk_tier.capacity) == ((tmp_path / "kv",), 3 * 2**20)
+
+
+def test_disks_and_a_shared_directory(tmp_path: Path) -> None:
+    directories = f"{tmp_path}/a,{tmp_path}/b:3MiB"
+    found = settings("model", "--disk", directories, "--shared", f"{tmp_path}/c:4MiB")
+    assert found.disk_tier is not None
+    assert found.disk_tier.paths == (tmp_path / "a", tmp_path / "b")
+    assert found.shared_tier is not None
+    assert (found.shared_tier.path, found.shared_tier.capacity) == (tmp_path / "c", 4 * 2**20)
 
 
 def test_an_option_replaces_its_tier_and_leaves_the_other_of_the_file(tmp_path: Path) -> None:
@@ -118,7 +127,7 @@ def test_relative_paths_mean_the_directory_of_the_command(
     found = settings(*arguments)
     assert found.tokens_per_block == 128
     assert found.disk_tier is not None
-    assert found.disk_tier.path == tmp_path / "kv"
+    assert found.disk_tier.paths == (tmp_path / "kv",)
 
 
 def test_attach_names_the_server(tmp_path: Path) -> None:
@@ -155,7 +164,7 @@ def test_the_model_comes_first() -> None:
 
 def test_attach_and_tiers_contradict_each_other() -> None:
     message = refused("model", "--attach", "/tmp/s", "--host-size", "1GiB")
-    assert "give --host-size and --disk to 'kvstrata server'" in message
+    assert "give --host-size, --disk and --shared to 'kvstrata server'" in message
 
 
 def test_a_host_tier_larger_than_memory() -> None:
@@ -178,7 +187,7 @@ def test_a_disk_directory_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
-    (finding,) = check_disk(DiskTier(path=tmp_path, capacity=1 << 20))
+    (finding,) = check_disk(DiskTier(paths=(tmp_path,), capacity=1 << 20))
     assert finding.level == "problem"
     assert "may not write in" in finding.message
 

@@ -111,10 +111,10 @@ def test_promoted_blocks_are_announced_and_can_be_waited_for(tmp_path: Path, pat
     with serving(config(3, tmp_path / "disk"), path) as server:
         manager = server.manager
         assert manager is not None
-        assert manager._cascade is not None
+        assert "disk" in manager._lower
         for blocks in (keys(1, 2), keys(7, 8, 9)):
             save(manager, ALICE, blocks)
-            assert manager._cascade.drain(PATIENCE_SECONDS)
+            assert manager._lower["disk"].drain(PATIENCE_SECONDS)
         with contextlib.closing(engine(path)) as scheduler, contextlib.closing(worker(path)):
             for _ in range(2):
                 task = scheduler.get_match(ALICE, keys(1, 2))

@@ -13,6 +13,7 @@ from kvstrata.core.config import (
     Contradictions,
     DiskTier,
     HostTier,
+    SharedTier,
     Tier,
     config_from_json,
     config_to_json,
@@ -25,7 +26,10 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 paths = st.lists(texts, min_size=1, max_size=3).map(lambda parts: Path("/", *parts))
 capacities = st.integers(1, 2**63 - 1)
 host_tiers = st.builds(HostTier, capacity=capacities | st.just("auto"))
-disk_tiers = st.builds(DiskTier, path=paths, capacity=capacities)
+disk_tiers = st.builds(
+    DiskTier, paths=st.lists(paths, min_size=1, max_size=3).map(tuple), capacity=capacities
+)
+shared_tiers = st.builds(SharedTier, path=paths, capacity=capacities)
 seconds = st.floats(0, 86_400, exclude_min=True)
 counts = st.integers(1, 2**63 - 1)
 
@@ -37,7 +41,12 @@ def configs(draw: st.DrawFn) -> Config:
     # The tiers of an attached server are not the engine's to set.
     tiers: st.SearchStrategy[tuple[Tier, ...]] = st.just((HostTier(),))
     if socket is None:
-        tiers = st.tuples(host_tiers) | st.tuples(host_tiers, disk_tiers)
+        tiers = (
+            st.tuples(host_tiers)
+            | st.tuples(host_tiers, disk_tiers)
+            | st.tuples(host_tiers, shared_tiers)
+            | st.tuples(host_tiers, disk_tiers, shared_tiers)
+        )
     return Config(
         tiers=draw(tiers),
         tokens_per_block=draw(st.none() | counts),
@@ -46,6 +55,7 @@ def configs(draw: st.DrawFn) -> Config:
         weights_fingerprint=draw(st.none() | texts),
         lookup_wait_seconds=wait,
         lookup_timeout_seconds=timeout,
+        remote_lookup_seconds=draw(seconds),
         load_timeout_seconds=draw(seconds),
         save_timeout_seconds=draw(seconds),
         start_timeout_seconds=draw(seconds),
@@ -72,6 +82,7 @@ def test_the_defaults_are_these() -> None:
         "weights_fingerprint": None,
         "lookup_wait_seconds": 0.001,
         "lookup_timeout_seconds": 0.1,
+        "remote_lookup_seconds": 0.05,
         "load_timeout_seconds": 2.0,
         "save_timeout_seconds": 5.0,
         "start_timeout_seconds": 20.0,
@@ -83,7 +94,7 @@ def test_the_defaults_are_these() -> None:
 
 
 def test_every_setting_is_described() -> None:
-    for model in (Config, HostTier, DiskTier):
+    for model in (Config, HostTier, DiskTier, SharedTier):
         for name, field in model.model_fields.items():
             assert name == "kind" or (field.description and field.examples), name
 
@@ -97,11 +108,11 @@ def test_a_configuration_cannot_be_changed() -> None:
 def test_tiers_are_a_pipeline_string_or_a_list_that_says_the_same() -> None:
     as_list = [
         {"kind": "host", "capacity": "8GiB"},
-        {"kind": "disk", "path": "/var/cache/kv", "capacity": "200GiB"},
+        {"kind": "disk", "paths": "/var/cache/kv", "capacity": "200GiB"},
     ]
     expected = (
         HostTier(capacity=8 * GIB),
-        DiskTier(path=Path("/var/cache/kv"), capacity=200 * GIB),
+        DiskTier(paths=(Path("/var/cache/kv"),), capacity=200 * GIB),
     )
     assert Config.model_validate({"tiers": as_list}).tiers == expected
     as_text = "host:8GiB | disk:/var/cache/kv:200GiB"
@@ -109,36 +120,48 @@ def test_tiers_are_a_pipeline_string_or_a_list_that_says_the_same() -> None:
 
 
 def test_the_list_takes_ucms_words_and_auto() -> None:
-    tiers = [{"kind": "Cache", "capacity": "AUTO"}, {"kind": "Posix", "path": "/x", "capacity": 1}]
+    tiers = [{"kind": "Cache", "capacity": "AUTO"}, {"kind": "Posix", "paths": "/x", "capacity": 1}]
     assert Config.model_validate({"tiers": tiers}).tiers == (
         HostTier(capacity="auto"),
-        DiskTier(path=Path("/x"), capacity=1),
+        DiskTier(paths=(Path("/x"),), capacity=1),
     )
 
 
 def test_the_tiers_can_be_asked_for_by_kind() -> None:
-    host, disk = HostTier(capacity=1), DiskTier(path=Path("/x"), capacity=2)
+    host, disk = HostTier(capacity=1), DiskTier(paths=(Path("/x"),), capacity=2)
     assert Config(tiers=(host,)).host_tier == Config(tiers=(host, disk)).host_tier == host
     assert Config(tiers=(host,)).disk_tier is None
     assert Config(tiers=(host, disk)).disk_tier == disk
+    shared = SharedTier(path=Path("/y"), capacity=3)
+    assert Config(tiers=(host, disk)).shared_tier is None
+    assert Config(tiers=(host, disk, shared)).shared_tier == shared
 
 
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
         ([], "there is no tier"),
-        ([{"kind": "disk", "path": "/x", "capacity": 1}], "needs a host tier before it"),
+        ([{"kind": "disk", "paths": "/x", "capacity": 1}], "needs a host tier before it"),
         (
-            [{"kind": "disk", "path": "/x", "capacity": 1}, {"kind": "host"}],
+            [{"kind": "disk", "paths": "/x", "capacity": 1}, {"kind": "host"}],
             "comes before the disk tier",
         ),
         ([{"kind": "host"}, {"kind": "host"}], "a second host tier"),
         ([{"kind": "host"}, {"kind": "s3"}], "the s3 tier is not available in this version"),
         ([{"capacity": 1}], "a mapping with a kind"),
         (["host"], "a mapping with a kind"),
-        ([{"kind": "host"}, {"kind": "disk", "path": "x", "capacity": 1}], "not absolute"),
-        ([{"kind": "host"}, {"kind": "disk", "path": "/x\0", "capacity": 1}], "zero character"),
-        ([{"kind": "host"}, {"kind": "disk", "path": "/x"}], "Field required"),
+        ([{"kind": "host"}, {"kind": "disk", "paths": "x", "capacity": 1}], "not absolute"),
+        ([{"kind": "host"}, {"kind": "disk", "paths": "/x\0", "capacity": 1}], "zero character"),
+        ([{"kind": "host"}, {"kind": "disk", "paths": "/x"}], "Field required"),
+        ([{"kind": "host"}, {"kind": "disk", "paths": [], "capacity": 1}], "at least 1 item"),
+        (
+            [
+                {"kind": "host"},
+                {"kind": "shared", "path": "/x", "capacity": 1},
+                {"kind": "disk", "paths": "/y", "capacity": 1},
+            ],
+            "the disk tier comes before the shared tier",
+        ),
         ([{"kind": "host", "capacity": "8G"}], "unknown unit"),
         ([{"kind": "host", "size": "8GiB"}], "Extra inputs"),
     ],

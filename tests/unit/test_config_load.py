@@ -80,7 +80,7 @@ def test_the_process_environment_is_read_when_none_is_given(
     monkeypatch.setenv("KVSTRATA_TIERS", "Cache:8GiB|Posix:/x:1GiB")
     assert load_config().tiers == (
         HostTier(capacity=8 * GIB),
-        DiskTier(path=Path("/x"), capacity=GIB),
+        DiskTier(paths=(Path("/x"),), capacity=GIB),
     )
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert python_hash_seed() == "7"
@@ -182,7 +182,7 @@ def test_a_name_like_no_other_gets_the_list_of_all() -> None:
 
 
 def test_an_unknown_key_of_a_tier_is_named_with_its_place() -> None:
-    tiers = [{"kind": "host"}, {"kind": "disk", "path": "/x", "capacity": 1, "kapacity": 2}]
+    tiers = [{"kind": "host"}, {"kind": "disk", "paths": "/x", "capacity": 1, "kapacity": 2}]
     assert fault_of({"tiers": tiers}) == (
         "unknown setting 'tiers.1.kapacity' (from kv_connector_extra_config)\n"
         "  hint: did you mean capacity?"
@@ -200,7 +200,7 @@ def test_a_wrong_value_is_named_with_its_source_and_a_remedy() -> None:
 def test_a_wrong_value_inside_a_tier_is_named_with_its_place() -> None:
     tiers = [{"kind": "host"}, {"kind": "disk", "capacity": "8G"}]
     fault = fault_of({"tiers": tiers})
-    assert "tiers.1.path is missing (from kv_connector_extra_config)" in fault
+    assert "tiers.1.paths is missing (from kv_connector_extra_config)" in fault
     assert "tiers.1.capacity: '8G' has an unknown unit 'G' (got '8G', from" in fault
 
 

@@ -96,7 +96,7 @@ def test_json_holds_findings_and_settings_with_their_sources(
     assert report["settings"]["tiers"] == {
         "value": [
             {"kind": "host", "capacity": MIB},
-            {"kind": "disk", "path": f"{tmp_path}/blocks", "capacity": 16 * MIB},
+            {"kind": "disk", "paths": [f"{tmp_path}/blocks"], "capacity": 16 * MIB},
         ],
         "source": f"file {path}",
     }
@@ -243,7 +243,7 @@ def test_a_host_tier_that_leaves_little_memory_is_a_warning(
 
 
 def test_a_directory_that_can_be_made_is_fine_and_is_not_made(tmp_path: Path) -> None:
-    tier = DiskTier(path=tmp_path / "a" / "b", capacity=MIB)
+    tier = DiskTier(paths=(tmp_path / "a" / "b",), capacity=MIB)
     finding, direct = diagnosis.check_disk(tier)
     assert finding.level == "ok"
     assert "(will be made)" in finding.message
@@ -253,7 +253,7 @@ def test_a_directory_that_can_be_made_is_fine_and_is_not_made(tmp_path: Path) ->
 
 def test_a_path_below_a_file_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (finding,) = diagnosis.check_disk(DiskTier(path=tmp_path / "file" / "kv", capacity=MIB))
+    (finding,) = diagnosis.check_disk(DiskTier(paths=(tmp_path / "file" / "kv",), capacity=MIB))
     assert finding.level == "problem"
     assert f"{tmp_path}/file is not a directory" in finding.message
 
@@ -262,14 +262,14 @@ def test_a_directory_that_this_user_may_not_write_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda _path, _mode: False)
-    (finding,) = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    (finding,) = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=MIB))
     assert finding.level == "problem"
     assert "may not write" in finding.message
 
 
 def test_a_directory_with_files_of_others_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    finding, _ = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    finding, _ = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=MIB))
     assert finding.level == "problem"
     assert "'thesis.tex'" in finding.message
 
@@ -277,7 +277,7 @@ def test_a_directory_with_files_of_others_is_a_problem(tmp_path: Path) -> None:
 def test_a_directory_in_use_is_a_warning_and_one_of_a_stopped_server_is_fine(
     tmp_path: Path,
 ) -> None:
-    tier = DiskTier(path=tmp_path, capacity=MIB)
+    tier = DiskTier(paths=(tmp_path,), capacity=MIB)
     with closing(KVManager(Config(tiers=(HostTier(capacity=MIB), tier)), block_bytes=4096)):
         finding, _ = diagnosis.check_disk(tier)
         assert finding.level == "warning"
@@ -287,7 +287,7 @@ def test_a_directory_in_use_is_a_warning_and_one_of_a_stopped_server_is_fine(
 
 
 def test_less_free_space_than_capacity_is_a_problem(tmp_path: Path) -> None:
-    finding, _ = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=2**63 - 1))
+    finding, _ = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=2**63 - 1))
     assert finding.level == "problem"
     assert finding.remedy
 
@@ -299,7 +299,7 @@ def test_a_file_system_without_direct_io_is_a_warning(
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr("os.pwrite", refuse)
-    _, finding = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    _, finding = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=MIB))
     assert finding.level == "warning"
     assert "page cache" in finding.message
     assert list(tmp_path.iterdir()) == []
@@ -312,7 +312,7 @@ def test_a_directory_that_takes_no_file_is_a_problem(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    _, finding = diagnosis.check_disk(DiskTier(path=tmp_path, capacity=MIB))
+    _, finding = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=MIB))
     assert finding.level == "problem"
     assert "No space left" in finding.message
 
@@ -344,7 +344,7 @@ def test_blocks_come_back_through_host_memory() -> None:
 
 
 def test_blocks_come_back_from_disk_after_a_restart_and_nothing_is_left(tmp_path: Path) -> None:
-    tiers = (HostTier(capacity=MIB), DiskTier(path=tmp_path / "kv", capacity=MIB))
+    tiers = (HostTier(capacity=MIB), DiskTier(paths=(tmp_path / "kv",), capacity=MIB))
     assert "disk and a restart" in round_trip(Config(tiers=tiers))
     assert list(tmp_path.iterdir()) == []
 
@@ -396,7 +396,7 @@ def test_a_manager_that_does_not_start_is_a_problem(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_directory_of_a_running_cache_is_left_as_it_is(tmp_path: Path) -> None:
-    tiers = (HostTier(capacity=MIB), DiskTier(path=tmp_path / "kv", capacity=MIB))
+    tiers = (HostTier(capacity=MIB), DiskTier(paths=(tmp_path / "kv",), capacity=MIB))
     config = Config(tiers=tiers)
     with closing(KVManager(config, block_bytes=4096)):
         before = sorted(os.listdir(tmp_path / "kv"))

@@ -139,9 +139,9 @@ def test_this_machine_has_memory() -> None:
 
 def test_a_disk_tier_larger_than_the_file_system_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "there" / "yet"
-    check_disk_capacity(DiskTier(path=directory, capacity=4096))
+    check_disk_capacity(DiskTier(paths=(directory,), capacity=4096))
     with pytest.raises(ConfigError, match=r"the disk tier wants 8192\.0 PiB in .*yet") as caught:
-        check_disk_capacity(DiskTier(path=directory, capacity=2**63 - 1))
+        check_disk_capacity(DiskTier(paths=(directory,), capacity=2**63 - 1))
     assert caught.value.hint
     assert not (tmp_path / "not").exists()
 
@@ -152,9 +152,9 @@ def test_what_the_directory_holds_already_counts_as_the_tiers_own(
     (tmp_path / "blocks").write_bytes(bytes(1 << 20))
     os.symlink("/proc/kcore", tmp_path / "link")
     monkeypatch.setattr("kvstrata.core.limits.free_disk_bytes", lambda _: 4096)
-    check_disk_capacity(DiskTier(path=tmp_path, capacity=(1 << 20) + 4096))
+    check_disk_capacity(DiskTier(paths=(tmp_path,), capacity=(1 << 20) + 4096))
     with pytest.raises(ConfigError, match=r"4\.0 KiB is free and 1\.0 MiB is its own"):
-        check_disk_capacity(DiskTier(path=tmp_path, capacity=(2 << 20) + 4096))
+        check_disk_capacity(DiskTier(paths=(tmp_path,), capacity=(2 << 20) + 4096))
 
 
 def test_free_disk_is_asked_of_the_nearest_directory_that_exists(tmp_path: Path) -> None:

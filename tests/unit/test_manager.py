@@ -77,8 +77,8 @@ def on_disk(manager: KVManager) -> int:
 
 def drained(manager: KVManager) -> None:
     eventually(lambda: manager.stats().tiers[1].waiting_blocks == 0, "blocks wait for the disk")
-    assert manager._cascade is not None
-    assert manager._cascade.drain(PATIENCE_SECONDS)
+    assert "disk" in manager._lower
+    assert manager._lower["disk"].drain(PATIENCE_SECONDS)
 
 
 def push_out(manager: KVManager, slots: int) -> None:
@@ -239,7 +239,7 @@ def test_lease_of_a_get_that_was_forgotten_ends_in_time(
     manager: KVManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(manager, ALICE, keys(1))
-    monkeypatch.setattr(manager, "_lease_seconds", -1.0)
+    monkeypatch.setattr(manager._gets, "_lease_seconds", -1.0)
     task = manager.get_match(ALICE, keys(1))
     with caplog.at_level(logging.WARNING):
         assert manager.get_match(ALICE, keys(2)) == DONE
@@ -399,7 +399,7 @@ def test_blocks_go_down_to_disk_and_come_up_when_asked_for(
     assert [bytes(manager.view(slot)) for slot in status.slots] == contents(ALICE, keys(1, 2))
     manager.launch([task.task_id])
     manager.complete([task.task_id])
-    assert count(manager, "promoted_blocks_total") == 2
+    assert count(manager, "promoted_blocks_total{tier=disk}") == 2
     assert count(manager, "lookup_blocks_total{tier=disk}") == 2
 
 
@@ -446,7 +446,7 @@ def test_launched_before_all_has_arrived_takes_what_is_there(
     assert bytes(manager.view(task.slots[0])) == content(ALICE, key(1))
     manager.complete([task.task_id])
     go.set()
-    eventually(lambda: not manager._promotions, "the promotion does not end")
+    eventually(lambda: not manager._gets._promotions, "the promotion does not end")
     assert told == []
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
 
@@ -468,7 +468,7 @@ def test_two_gets_wait_for_one_read(
     go.set()
     (found,) = manager.wait(tasks[1:], PATIENCE_SECONDS).values()
     assert bytes(manager.view(found.slots[0])) == content(ALICE, key(1))
-    assert count(manager, "promoted_blocks_total") == 1
+    assert count(manager, "promoted_blocks_total{tier=disk}") == 1
     manager.cancel(tasks[1:])
 
 

@@ -101,7 +101,7 @@ def test_removing_twice_is_a_bug() -> None:
 def test_only_childless_unleased_blocks_leave_their_last_tier(
     tier: str, host_slot: int, on_disk: bool, children: int, leases: int, may_leave: bool
 ) -> None:
-    entry = Entry(A, None, children, host_slot, on_disk, leases)
+    entry = Entry(A, None, children, host_slot, on_disk, leases=leases)
     assert PrefixIndex().may_leave(entry, tier) is may_leave  # type: ignore[arg-type]  # a literal
 
 

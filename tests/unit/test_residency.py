@@ -30,8 +30,8 @@ class Bench:
         return entry
 
     def cascade(self) -> None:
-        for entry in self.cache.next_unwritten(99):
-            self.cache.written(entry, stored=True)
+        for entry in self.cache.next_unwritten("disk", 99):
+            self.cache.written("disk", entry, stored=True)
 
     def count(self, name: str) -> int:
         return self.counters.snapshot().get(f"kvstrata_{name}", 0)
@@ -67,7 +67,7 @@ def test_block_that_leaves_before_it_reached_the_disk_is_lost_and_counted(bench:
     assert a.forgotten
     assert bench.cache.index.get(a.key) is None
     assert bench.count("lost_blocks_total") == 1
-    assert bench.cache.unwritten == 2
+    assert bench.cache.unwritten("disk") == 2
 
 
 def test_leased_blocks_stay_and_then_there_is_no_room(bench: Bench) -> None:
@@ -126,27 +126,27 @@ def test_disk_whose_blocks_are_all_in_use_makes_no_room(bench: Bench) -> None:
 
 def test_block_that_the_disk_has_no_room_for_stays_in_host_memory(bench: Bench) -> None:
     entry = bench.put(1)
-    (batched,) = bench.cache.next_unwritten(9)
+    (batched,) = bench.cache.next_unwritten("disk", 9)
     assert (batched, entry.leases) == (entry, 1)
-    bench.cache.written(entry, stored=False)
+    bench.cache.written("disk", entry, stored=False)
     assert (entry.on_disk, entry.leases, entry.host_slot) == (False, 0, 0)
 
 
 def test_block_that_could_not_be_written_waits_again(bench: Bench) -> None:
     entry = bench.put(1)
-    assert bench.cache.next_unwritten(9) == [entry]
-    assert bench.cache.unwritten == 0
-    bench.cache.write_later(entry)
-    assert (bench.cache.unwritten, entry.leases) == (1, 0)
-    assert bench.cache.next_unwritten(9) == [entry]
-    bench.cache.written(entry, stored=True)
+    assert bench.cache.next_unwritten("disk", 9) == [entry]
+    assert bench.cache.unwritten("disk") == 0
+    bench.cache.write_later("disk", entry)
+    assert (bench.cache.unwritten("disk"), entry.leases) == (1, 0)
+    assert bench.cache.next_unwritten("disk", 9) == [entry]
+    bench.cache.written("disk", entry, stored=True)
     assert entry.on_disk
 
 
 def test_no_disk_no_waiting() -> None:
     bench = Bench(slots=1, disk_blocks=0)
     bench.put(1)
-    assert bench.cache.unwritten == 0
+    assert bench.cache._unwritten == {}
     bench.put(2)
     assert bench.count("lost_blocks_total") == 0
     bench.cache.check([])
@@ -182,20 +182,24 @@ def test_write_that_ends_after_its_block_was_forgotten_does_not_count(
     bench: Bench, stored: bool
 ) -> None:
     entry = bench.put(1)
-    bench.cache.next_unwritten(9)
+    bench.cache.next_unwritten("disk", 9)
     bench.cache.forget(ALICE)
     bench.cache.check([])
-    bench.cache.written(entry, stored=stored)
+    bench.cache.written("disk", entry, stored=stored)
     assert not entry.on_disk
-    assert (bench.cache.host_used, bench.cache.disk_used, bench.cache.unwritten) == (0, 0, 0)
+    assert (bench.cache.host_used, bench.cache.disk_used, bench.cache.unwritten("disk")) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_write_that_failed_after_its_block_was_forgotten_is_not_tried_again(bench: Bench) -> None:
     entry = bench.put(1)
-    bench.cache.next_unwritten(9)
+    bench.cache.next_unwritten("disk", 9)
     bench.cache.forget(ALICE)
-    bench.cache.write_later(entry)
-    assert (bench.cache.host_used, bench.cache.unwritten) == (0, 0)
+    bench.cache.write_later("disk", entry)
+    assert (bench.cache.host_used, bench.cache.unwritten("disk")) == (0, 0)
 
 
 def test_restored_blocks_are_on_disk_under_their_parents(bench: Bench) -> None:

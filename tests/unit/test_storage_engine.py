@@ -100,7 +100,7 @@ def test_a_missing_handle_is_an_error_that_names_those_there_are(engine: Storage
 
 
 def test_disk_without_host_is_refused(tmp_path: Path) -> None:
-    disk = DiskTier(path=tmp_path / "d", capacity=1 << 20)
+    disk = DiskTier(paths=(tmp_path / "d",), capacity=1 << 20)
     with pytest.raises(ConfigError, match="no host tier: disk and remote blocks pass through"):
         StorageEngine([GROUP], [disk])
     assert not (tmp_path / "d").exists()
@@ -124,6 +124,7 @@ def test_a_disk_that_cannot_be_opened_leaves_no_host_memory(tmp_path: Path) -> N
 
 
 def test_close_frees_memory_and_closes_stores(tmp_path: Path) -> None:
+    gc.collect()  # what other tests have left goes now and not meanwhile
     before = len(os.listdir("/proc/self/fd")), host_mappings()
     remote = MemoryStore(block_bytes=BLOCK_BYTES, capacity_blocks=9)
     engine = StorageEngine([GROUP], tiers(tmp_path / "d"), remote=remote)

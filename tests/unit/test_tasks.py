@@ -6,6 +6,10 @@ from kvstrata.core.errors import InvariantViolated
 from kvstrata.manager.tasks import FINAL, TaskEvent, TaskState, step
 
 ALLOWED = {
+    ("searching", "found"): "promoting",
+    ("searching", "launch"): "running",
+    ("searching", "cancel"): "cancelled",
+    ("searching", "fail"): "failed",
     ("promoting", "promote"): "ready",
     ("promoting", "launch"): "running",
     ("promoting", "cancel"): "cancelled",

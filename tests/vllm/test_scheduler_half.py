@@ -437,11 +437,14 @@ class Bench:
         return len(checked)
 
 
-def start(folder: Path, slots: int) -> contextlib.AbstractContextManager[Bench]:
+def start(
+    folder: Path, slots: int, *, shared: Path | None = None
+) -> contextlib.AbstractContextManager[Bench]:
     @contextlib.contextmanager
     def made() -> Iterator[Bench]:
         slot = TOKENS * LAYERS * SLOT_BYTES
-        config = Config.model_validate({"tiers": f"host:{slots * slot}", "prefault": False})
+        tiers = f"host:{slots * slot}" + (f" | shared:{shared}:64MiB" if shared else "")
+        config = Config.model_validate({"tiers": tiers, "prefault": False})
         with serving(config, folder / "s", block_bytes=slot) as server:
             bench = Bench(folder, server)
             try:
@@ -651,6 +654,22 @@ def test_reset_while_requests_run_leaves_nothing_of_before(bench: Bench) -> None
     for i in range(3):
         engine.forget_device()
         assert engine.serve(f"s{i}", prompt(i, 70), 1) == 0
+
+
+@MODES
+def test_what_one_node_has_computed_is_loaded_on_another(
+    folder: Path, asynchronous: bool, drafts: int
+) -> None:
+    """Two servers, one after the other, that have nothing in common but a directory."""
+    tokens = prompt(1, 64)
+    for expected in (0, 64):
+        with start(folder, 20, shared=folder / "shared") as bench:
+            engine = bench.engine(
+                asynchronous=asynchronous, drafts=drafts, remote_lookup_seconds=20
+            )
+            assert engine.serve("a", tokens, 2) == expected
+            assert bench.check_saved_bytes(engine) == 8
+            assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
 
 
 # -- requests that do not end well ---------------------------------------------------------------

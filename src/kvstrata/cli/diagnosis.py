@@ -15,12 +15,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 from kvstrata import __version__
 from kvstrata.cli.round_trip import round_trip
-from kvstrata.core.config import Config, DiskTier, HostTier
+from kvstrata.core.config import Config, DiskTier, HostTier, SharedTier
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError
 from kvstrata.core.limits import (
     available_memory_bytes,
@@ -233,6 +234,8 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
     found = [*check_host(config.host_tier)]
     if config.disk_tier is not None:
         found += check_disk(config.disk_tier)
+    if config.shared_tier is not None:
+        found += check_shared(config.shared_tier)
     yield from found
     if any(finding.level == "problem" for finding in found):
         message = "not tried, because of the problem with a tier above"
@@ -261,32 +264,50 @@ def check_host(tier: HostTier) -> Iterator[Finding]:
 
 def check_disk(tier: DiskTier) -> Iterator[Finding]:
     """Whether *tier* can be made, has room, and can bypass the page cache."""
-    existing = nearest_existing(tier.path)
+    for path in tier.paths:
+        problem = _unusable(path, "disk")
+        if problem is not None:
+            yield problem
+            continue
+        yield _guarded("disk", partial(_check_space, tier, path))
+        yield _guarded("direct i/o", partial(_check_direct, nearest_existing(path)))
+
+
+def check_shared(tier: SharedTier) -> Iterator[Finding]:
+    """Whether *tier* can be made where all nodes may see it."""
+    problem = _unusable(tier.path, "shared")
+    if problem is not None:
+        yield problem
+        return
+    free = human_bytes(free_disk_bytes(tier.path))
+    message = f"{human_bytes(tier.capacity)} in {tier.path}, where {free} is free"
+    yield Finding("shared", "ok", message)
+
+
+def _unusable(path: Path, tier: str) -> Finding | None:
+    existing = nearest_existing(path)
     if not existing.is_dir():
         message = f"{existing} is not a directory"
-        yield Finding("disk", "problem", message, "give the disk tier another path in `tiers`")
-        return
+        return Finding(tier, "problem", message, f"give the {tier} tier another path in `tiers`")
     if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
         message = f"user {os.getuid()} may not write in {existing}"
-        yield Finding("disk", "problem", message, f"make {tier.path} and give it to this user")
-        return
-    yield _guarded("disk", lambda: _check_space(tier))
-    yield _guarded("direct i/o", lambda: _check_direct(existing))
+        return Finding(tier, "problem", message, f"make {path} and give it to this user")
+    return None
 
 
-def _check_space(tier: DiskTier) -> Finding:
-    names = set(os.listdir(tier.path)) - {"lost+found", LOCK_NAME} if tier.path.exists() else set()
+def _check_space(tier: DiskTier, path: Path) -> Finding:
+    names = set(os.listdir(path)) - {"lost+found", LOCK_NAME} if path.exists() else set()
     if names and SUPERBLOCK_NAME not in names:
-        message = f"{tier.path} holds {min(names)!r} and no cache of KVStrata: it will be refused"
+        message = f"{path} holds {min(names)!r} and no cache of KVStrata: it will be refused"
         return Finding("disk", "problem", message, "give the disk tier an empty directory")
     check_disk_capacity(tier)
-    if _is_locked(tier.path / LOCK_NAME):
-        message = f"{tier.path} is in use by a running cache server; another one cannot have it"
+    if _is_locked(path / LOCK_NAME):
+        message = f"{path} is in use by a running cache server; another one cannot have it"
         remedy = "fine if that server is the one meant; else give each server its own directory"
         return Finding("disk", "warning", message, remedy)
-    made = "" if tier.path.exists() else " (will be made)"
-    free = human_bytes(free_disk_bytes(tier.path))
-    message = f"{human_bytes(tier.capacity)} in {tier.path}{made}, where {free} is free"
+    made = "" if path.exists() else " (will be made)"
+    share, free = tier.capacity // len(tier.paths), free_disk_bytes(path)
+    message = f"{human_bytes(share)} in {path}{made}, where {human_bytes(free)} is free"
     return Finding("disk", "ok", message)
 
 

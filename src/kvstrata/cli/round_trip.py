@@ -38,7 +38,7 @@ def round_trip(config: Config) -> str:
         _save_and_load(_small(config, None), restart=False)
     else:
         with tempfile.TemporaryDirectory(
-            prefix=".kvstrata-doctor-", dir=nearest_existing(disk.path)
+            prefix=".kvstrata-doctor-", dir=nearest_existing(disk.paths[0])
         ) as directory:
             _save_and_load(_small(config, Path(directory, "blocks")), restart=True)
     through = "host memory" if disk is None else "host memory, disk and a restart"
@@ -48,7 +48,7 @@ def round_trip(config: Config) -> str:
 
 def _small(config: Config, directory: Path | None) -> Config:
     host = HostTier(capacity=_PROBE_TIER_BYTES)
-    disk = () if directory is None else (DiskTier(path=directory, capacity=_PROBE_TIER_BYTES),)
+    disk = () if directory is None else (DiskTier(paths=(directory,), capacity=_PROBE_TIER_BYTES),)
     return config.model_copy(update={"tiers": (host, *disk), "prefault": False})
 
 

@@ -19,6 +19,8 @@ from kvstrata.cli.settings import (
     ConfigOption,
     DiskOption,
     HostSizeOption,
+    SharedOption,
+    TierOptions,
     check_machine,
     overrides_of,
 )
@@ -45,6 +47,7 @@ def serve(  # noqa: PLR0913 - each is an option
     model: Annotated[str, typer.Argument(help="Model name or folder, as for vllm serve.")],
     host_size: HostSizeOption = None,
     disk: DiskOption = None,
+    shared: SharedOption = None,
     config: ConfigOption = None,
     *,
     attach: Annotated[
@@ -58,7 +61,7 @@ def serve(  # noqa: PLR0913 - each is an option
         bool, typer.Option("--dry-run", help="Print the command and do not run it.")
     ] = False,
 ) -> None:
-    """Run vLLM's OpenAI-compatible server with its KV cache kept in host memory and on disk.
+    """Run vLLM's OpenAI-compatible server with its KV cache kept in host memory and below.
 
     Every option that is not listed here goes to vLLM. Where the names are the same, put vLLM's
     after "--":
@@ -69,12 +72,13 @@ def serve(  # noqa: PLR0913 - each is an option
     """
     with reported():
         _refuse_mistakes(model, context.args)
-        if attach is not None and (host_size is not None or disk is not None):
+        tiers = TierOptions(host_size, disk, shared)
+        if attach is not None and any(option is not None for option in tiers):
             raise ConfigError(
                 "--attach joins a server that has its tiers already",
-                hint="give --host-size and --disk to 'kvstrata server'",
+                hint="give --host-size, --disk and --shared to 'kvstrata server'",
             )
-        overrides = overrides_of(config=config, host_size=host_size, disk=disk, socket=attach)
+        overrides = overrides_of(config=config, tiers=tiers, socket=attach)
         warnings = _check(overrides)
         transfer = {
             "kv_connector": _CONNECTOR,

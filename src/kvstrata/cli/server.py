@@ -13,6 +13,8 @@ from kvstrata.cli.settings import (
     ConfigOption,
     DiskOption,
     HostSizeOption,
+    SharedOption,
+    TierOptions,
     check_machine,
     overrides_of,
 )
@@ -29,6 +31,7 @@ def server(
     ],
     host_size: HostSizeOption = None,
     disk: DiskOption = None,
+    shared: SharedOption = None,
     config: ConfigOption = None,
     block_bytes: Annotated[
         str | None,
@@ -51,7 +54,7 @@ def server(
     )
     with reported():
         path = _socket_path(socket)
-        overrides = overrides_of(config=config, host_size=host_size, disk=disk)
+        overrides = overrides_of(config=config, tiers=TierOptions(host_size, disk, shared))
         settings = load_config(overrides, overrides_name=COMMAND_LINE)
         for warning in check_machine(settings):
             _log.warning("%s", warning)
@@ -63,7 +66,7 @@ def _socket_path(socket: Path) -> Path:
     """Return *socket* as an absolute path that a socket can have; else a ConfigError."""
     from kvstrata.core.load import load_config
 
-    attached = overrides_of(config=None, host_size=None, disk=None, socket=socket)
+    attached = overrides_of(socket=socket)
     engine = load_config(attached, environ={}, overrides_name=COMMAND_LINE)
     if engine.socket is None:
         raise InvariantViolated("an attached engine has no socket")

@@ -1,7 +1,7 @@
 """Options of the command line that stand for settings, and the checks before anything starts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -15,6 +15,8 @@ __all__ = [
     "ConfigOption",
     "DiskOption",
     "HostSizeOption",
+    "SharedOption",
+    "TierOptions",
     "check_machine",
     "overrides_of",
 ]
@@ -32,13 +34,34 @@ HostSizeOption = Annotated[
 DiskOption = Annotated[
     str | None,
     typer.Option(
-        "--disk", metavar="PATH:SIZE", help="Disk tier, for example /var/cache/kv:200GiB."
+        "--disk",
+        metavar="PATH[,PATH…]:SIZE",
+        help="Disk tier, for example /var/cache/kv:200GiB; of several devices the size of all.",
+    ),
+]
+SharedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shared",
+        metavar="PATH:SIZE",
+        help="Shared tier on a file system that other nodes mount too, for example /mnt/kv:2TiB.",
     ),
 ]
 
 
+class TierOptions(NamedTuple):
+    """What the command line says of tiers; None where it says nothing."""
+
+    host_size: str | None = None
+    disk: str | None = None
+    shared: str | None = None
+
+
 def overrides_of(
-    *, config: Path | None, host_size: str | None, disk: str | None, socket: Path | None = None
+    *,
+    config: Path | None = None,
+    tiers: TierOptions = TierOptions(),  # noqa: B008 - immutable
+    socket: Path | None = None,
 ) -> dict[str, object]:
     """Return the settings that these options say, for ``load_config`` or the engine.
 
@@ -49,53 +72,51 @@ def overrides_of(
         overrides["config_file"] = str(_absolute(config))
     if socket is not None:
         overrides |= {"server": "attached", "socket": str(_absolute(socket))}
-    if host_size is not None or disk is not None:
-        overrides["tiers"] = _tiers(overrides, host_size, disk)
+    if any(option is not None for option in tiers):
+        overrides["tiers"] = _tiers(overrides, tiers)
     return overrides
 
 
 def check_machine(config: "Config") -> list[str]:
     """Raise ConfigError unless this machine can hold the tiers of *config*; return warnings."""
-    from kvstrata.cli.diagnosis import check_disk, check_host
+    from kvstrata.cli.diagnosis import check_disk, check_host, check_shared
 
     findings = list(check_host(config.host_tier))
     if config.disk_tier is not None:
         findings += check_disk(config.disk_tier)
+    if config.shared_tier is not None:
+        findings += check_shared(config.shared_tier)
     for finding in findings:
         if finding.level == "problem":
             raise ConfigError(finding.message, hint=finding.remedy or None)
     return [finding.message for finding in findings if finding.level == "warning"]
 
 
-def _tiers(
-    overrides: dict[str, object], host_size: str | None, disk: str | None
-) -> list[dict[str, object]]:
+def _tiers(overrides: dict[str, object], options: TierOptions) -> list[dict[str, object]]:
     from kvstrata.core.load import load_config
 
     base = load_config(overrides, overrides_name=COMMAND_LINE)
-    host: dict[str, object] = {"kind": "host", "capacity": base.host_tier.capacity}
-    if host_size is not None:
-        host["capacity"] = _capacity("--host-size", host_size)
-    tiers = [host]
-    if disk is not None:
-        tiers.append(_disk(disk))
-    elif base.disk_tier is not None:
-        tiers.append(base.disk_tier.model_dump(mode="json"))
-    return tiers
+    found = {tier.kind: tier.model_dump(mode="json") for tier in base.tiers}
+    if options.host_size is not None:
+        found["host"]["capacity"] = _capacity("--host-size", options.host_size)
+    if options.disk is not None:
+        paths, capacity = _directories("--disk", options.disk)
+        found["disk"] = {"kind": "disk", "paths": paths, "capacity": capacity}
+    if options.shared is not None:
+        paths, capacity = _directories("--shared", options.shared)
+        found["shared"] = {"kind": "shared", "path": ",".join(paths), "capacity": capacity}
+    return [found[kind] for kind in ("host", "disk", "shared") if kind in found]
 
 
-def _disk(text: str) -> dict[str, object]:
-    path, colon, capacity = text.rpartition(":")
-    if not colon or not path or not capacity.strip():
+def _directories(option: str, text: str) -> tuple[list[str], int | Literal["auto"]]:
+    paths, colon, capacity = text.rpartition(":")
+    if not colon or not paths or not capacity.strip():
         raise ConfigError(
-            f"--disk {text!r} is not a path and a size",
-            hint="write them with a colon between, for example --disk /var/cache/kv:200GiB",
+            f"{option} {text!r} is not a path and a size",
+            hint=f"write them with a colon between, for example {option} /var/cache/kv:200GiB",
         )
-    return {
-        "kind": "disk",
-        "path": str(_absolute(Path(path))),
-        "capacity": _capacity("--disk", capacity, may_be_auto=False),
-    }
+    absolute = [str(_absolute(Path(path.strip()))) for path in paths.split(",")]
+    return absolute, _capacity(option, capacity, may_be_auto=False)
 
 
 def _capacity(option: str, text: str, *, may_be_auto: bool = True) -> int | Literal["auto"]:

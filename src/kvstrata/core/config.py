@@ -20,7 +20,7 @@ from pydantic import (
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import (
-    disk_segment,
+    directory_segment,
     host_segment,
     order_fault,
     parse_pipeline,
@@ -34,6 +34,7 @@ __all__ = [
     "Contradictions",
     "DiskTier",
     "HostTier",
+    "SharedTier",
     "Tier",
     "config_from_json",
     "config_to_json",
@@ -67,6 +68,10 @@ def _socket_path(path: Path) -> Path:
     return path
 
 
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str | Path) else value
+
+
 def _host_capacity(value: object) -> int | str:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
@@ -95,31 +100,54 @@ class HostTier(BaseModel):
 
 
 class DiskTier(BaseModel):
-    """A directory of block files; survives restarts."""
+    """Directories of block files, of this server alone; they survive restarts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["disk"] = "disk"
-    path: Annotated[Path, AfterValidator(_absolute)] = Field(
-        description="Absolute path of the directory; it is made if its parent allows it.",
+    paths: Annotated[
+        tuple[Annotated[Path, AfterValidator(_absolute)], ...],
+        BeforeValidator(_listed),
+        Field(min_length=1),
+    ] = Field(
+        description=(
+            "Absolute path of the directory, or a list of them, one a device: blocks are spread "
+            "over all. A directory is made if its parent allows it."
+        ),
         examples=["/var/cache/kv"],
     )
     capacity: Annotated[int, BeforeValidator(parse_bytes)] = Field(
-        description="Bytes of disk.",
+        description="Bytes of disk, in all directories together.",
         examples=["200GiB"],
     )
 
 
-Tier = HostTier | DiskTier
+class SharedTier(BaseModel):
+    """A directory on a file system that several nodes have mounted, and share blocks in."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["shared"] = "shared"
+    path: Annotated[Path, AfterValidator(_absolute)] = Field(
+        description="Absolute path of the directory; it is made if its parent allows it.",
+        examples=["/mnt/kv"],
+    )
+    capacity: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        description="Bytes that all nodes together may keep there. Give all nodes the same.",
+        examples=["2TiB"],
+    )
+
+
+Tier = HostTier | DiskTier | SharedTier
 
 
 def _known_kind(item: object) -> object:
-    if isinstance(item, HostTier | DiskTier):
+    if isinstance(item, Tier):
         return item
     if not isinstance(item, Mapping) or not isinstance(item.get("kind"), str):
         raise ConfigError(
             "a tier of the list is a mapping with a kind",
-            hint="write {kind: host, capacity: …} or {kind: disk, path: …, capacity: …}",
+            hint="write {kind: host, capacity: …} or {kind: disk, paths: …, capacity: …}",
         )
     return {**item, "kind": tier_kind(item["kind"])}
 
@@ -167,7 +195,8 @@ class Config(BaseModel):
         default=_DEFAULT_TIERS,
         description=(
             "Where blocks are kept below device memory, fastest first: exactly one host tier, then "
-            "at most one disk tier. A pipeline string or a list of mappings."
+            "at most one disk tier, then at most one shared tier. A pipeline string or a list of "
+            "mappings."
         ),
         examples=["host:8GiB | disk:/var/cache/kv:200GiB"],
     )
@@ -216,11 +245,19 @@ class Config(BaseModel):
         description="Seconds after which the server is too slow: a lookup is a miss, a save is given up.",
         examples=["0.1"],
     )
+    remote_lookup_seconds: Seconds = Field(
+        default=0.05,
+        description=(
+            "Longest time in seconds that a request waits for the shared tier to say what it has; "
+            "then only what this node knows is loaded."
+        ),
+        examples=["0.05"],
+    )
     load_timeout_seconds: Seconds = Field(
         default=2.0,
         description=(
-            "Longest time in seconds that a request waits for blocks to come from disk; then it "
-            "is computed instead."
+            "Longest time in seconds that a request waits for blocks to come from below host "
+            "memory; then it is computed instead."
         ),
         examples=["2"],
     )
@@ -270,8 +307,13 @@ class Config(BaseModel):
 
     @property
     def disk_tier(self) -> DiskTier | None:
-        """The tier below host memory, if there is one."""
+        """The tier on this node's disks, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
+
+    @property
+    def shared_tier(self) -> SharedTier | None:
+        """The tier that this node shares with others, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, SharedTier)), None)
 
     @model_validator(mode="after")
     def _agree(self) -> "Config":
@@ -346,9 +388,11 @@ def _one_line(fault: Mapping[str, Any]) -> str:
 
 def pipeline_string(tiers: tuple[Tier, ...]) -> str:
     """Return the pipeline string that says *tiers*."""
-    return " | ".join(
-        host_segment(tier.capacity)
-        if isinstance(tier, HostTier)
-        else disk_segment(tier.path, tier.capacity)
-        for tier in tiers
-    )
+    return " | ".join(_segment(tier) for tier in tiers)
+
+
+def _segment(tier: Tier) -> str:
+    if isinstance(tier, HostTier):
+        return host_segment(tier.capacity)
+    paths = tier.paths if isinstance(tier, DiskTier) else [tier.path]
+    return directory_segment(tier.kind, paths, tier.capacity)

@@ -79,19 +79,20 @@ def check_host_capacity(capacity_bytes: int, root: Path = _ROOT) -> None:
 
 
 def check_disk_capacity(tier: DiskTier) -> None:
-    """Raise ConfigError if *tier* does not fit on its file system.
+    """Raise ConfigError if *tier* does not fit on its file systems, an equal part on each.
 
     What its directory holds already counts as its own, so a restart asks for no second copy.
     """
-    free = free_disk_bytes(tier.path)
-    held = _held_bytes(tier.path)
-    if tier.capacity > free + held:
-        raise ConfigError(
-            f"the disk tier wants {human_bytes(tier.capacity)} in {tier.path}, where "
-            f"{human_bytes(free)} is free and {human_bytes(held)} is its own already",
-            hint="lower the capacity of the disk tier in `tiers`, or free space, or take another "
-            "directory",
-        )
+    share = tier.capacity // len(tier.paths)
+    for path in tier.paths:
+        free, held = free_disk_bytes(path), _held_bytes(path)
+        if share > free + held:
+            raise ConfigError(
+                f"the disk tier wants {human_bytes(share)} in {path}, where "
+                f"{human_bytes(free)} is free and {human_bytes(held)} is its own already",
+                hint="lower the capacity of the disk tier in `tiers`, or free space, or take "
+                "another directory",
+            )
 
 
 def free_disk_bytes(path: Path) -> int:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from kvstrata.core.config import Config, Contradictions, DiskTier, HostTier
+from kvstrata.core.config import Config, Contradictions, DiskTier, HostTier, SharedTier
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import redact
 
@@ -28,7 +28,11 @@ FILE_KEY: Final = "config_file"
 
 _FIELDS: Final = Config.model_fields
 _LONGEST_SHOWN_CHARACTERS: Final = 200
-_TIER_MODELS: Final[dict[str, type[HostTier | DiskTier]]] = {"host": HostTier, "disk": DiskTier}
+_TIER_MODELS: Final[dict[str, type[HostTier | DiskTier | SharedTier]]] = {
+    "host": HostTier,
+    "disk": DiskTier,
+    "shared": SharedTier,
+}
 
 
 class Setting(NamedTuple):

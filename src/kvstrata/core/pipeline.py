@@ -1,4 +1,4 @@
-"""The pipeline string: ``host:8GiB | disk:/var/cache/kv:200GiB``.
+"""The pipeline string: ``host:8GiB | disk:/nvme0/kv,/nvme1/kv:2TiB | shared:/mnt/kv:20TiB``.
 
 A parsed tier is the same mapping that the ``tiers`` list of a file holds, so both spellings meet
 the same model. Faults point at the character where reading stopped.
@@ -7,6 +7,7 @@ the same model. Faults point at the character where reading stopped.
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Final, Literal, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from kvstrata.core.units import exact_bytes, parse_bytes
 
 __all__ = [
     "OrderFault",
-    "disk_segment",
+    "directory_segment",
     "host_segment",
     "order_fault",
     "parse_pipeline",
@@ -23,12 +24,19 @@ __all__ = [
     "tier_kind",
 ]
 
-Kind = Literal["host", "disk"]
+Kind = Literal["host", "disk", "shared"]
 T = TypeVar("T")
 
 EXAMPLE: Final = "host:8GiB | disk:/var/cache/kv:200GiB"
 
-_KINDS: Final[dict[str, Kind]] = {"host": "host", "cache": "host", "disk": "disk", "posix": "disk"}
+_KINDS: Final[dict[str, Kind]] = {
+    "host": "host",
+    "cache": "host",
+    "disk": "disk",
+    "posix": "disk",
+    "shared": "shared",
+}
+_ORDER: Final[tuple[Kind, ...]] = ("host", "disk", "shared")
 _NOT_YET: Final = ("s3", "valkey", "mooncake")
 _WORD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*")
 _USERINFO: Final = re.compile(r"(://)[^|\s]*@")
@@ -72,33 +80,35 @@ def tier_kind(word: str) -> Kind:
     if word.lower() in _NOT_YET:
         raise ConfigError(
             f"the {word.lower()} tier is not available in this version of KVStrata",
-            hint=f"use a host tier and at most one disk tier, for example {EXAMPLE!r}",
+            hint=f"use host, disk and shared tiers, for example {EXAMPLE!r}",
         )
     close = get_close_matches(word.lower(), _KINDS, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else "a tier is 'host' or 'disk'"
+    hint = f"did you mean {close[0]!r}?" if close else "a tier is 'host', 'disk' or 'shared'"
     raise ConfigError(f"unknown tier {word!r}", hint=hint)
 
 
 def order_fault(kinds: Sequence[str]) -> OrderFault | None:
     """Return what is wrong with the number and order of tiers, or None.
 
-    A cache has exactly one host tier, first, and at most one disk tier.
+    A cache has exactly one host tier, first, then at most one disk tier, then at most one shared.
     """
     if not kinds:
         return OrderFault(0, "there is no tier", "give at least a host tier: 'host:auto'")
     if "host" not in kinds:
         return OrderFault(
             0,
-            "a disk tier needs a host tier before it: blocks reach the disk through host memory",
-            "put a host tier first, for example 'host:auto | disk:…'",
+            f"a {kinds[0]} tier needs a host tier before it: blocks go there through host memory",
+            f"put a host tier first, for example 'host:auto | {kinds[0]}:…'",
         )
     seen: set[str] = set()
     for index, kind in enumerate(kinds):
         if kind in seen:
             return OrderFault(index, f"a second {kind} tier", f"give one {kind} tier with it all")
         seen.add(kind)
-    if kinds[0] != "host":
-        return OrderFault(0, "the host tier comes before the disk tier", "swap the two tiers")
+    for index, (kind, below) in enumerate(pairwise(kinds)):
+        if _ORDER.index(kind) > _ORDER.index(below):
+            message = f"the {below} tier comes before the {kind} tier"
+            return OrderFault(index, message, "swap the two tiers")
     return None
 
 
@@ -107,15 +117,21 @@ def host_segment(capacity: int | Literal["auto"]) -> str:
     return f"host:{capacity if capacity == 'auto' else exact_bytes(capacity)}"
 
 
-def disk_segment(path: PurePath, capacity: int) -> str:
-    """Return the spelling of a disk tier; a path that the string cannot hold is a ConfigError."""
-    spelled = str(path)
-    if "|" in spelled or spelled != spelled.strip():
-        raise ConfigError(
-            f"the path {spelled!r} cannot be written in a pipeline string",
-            hint="give the tiers as a list of mappings",
-        )
-    return f"disk:{spelled}:{exact_bytes(capacity)}"
+def directory_segment(
+    kind: Literal["disk", "shared"], paths: Sequence[PurePath], capacity: int
+) -> str:
+    """Return the spelling of a tier in directories.
+
+    A path that the string cannot hold is a ConfigError.
+    """
+    spelled = [str(path) for path in paths]
+    for path in spelled:
+        if "|" in path or "," in path or path != path.strip():
+            raise ConfigError(
+                f"the path {path!r} cannot be written in a pipeline string",
+                hint="give the tiers as a list of mappings",
+            )
+    return f"{kind}:{','.join(spelled)}:{exact_bytes(capacity)}"
 
 
 def redact(text: str) -> str:
@@ -143,7 +159,8 @@ def _segments(text: str) -> list[_Segment]:
 def _parse_segment(text: str, segment: _Segment) -> dict[str, object]:
     match = _WORD.match(segment.text)
     if match is None:
-        raise _error(text, segment.start, "a tier starts with 'host' or 'disk'", None)
+        message = "a tier starts with 'host', 'disk' or 'shared'"
+        raise _error(text, segment.start, message, None)
     word = match[0]
     kind = _locate(text, segment.start, tier_kind, word)
     colon = segment.start + len(word)
@@ -154,7 +171,7 @@ def _parse_segment(text: str, segment: _Segment) -> dict[str, object]:
     start = segment.start + len(segment.text) - len(arguments)
     if kind == "host":
         return _parse_host(text, start, arguments)
-    return _parse_disk(text, start, arguments)
+    return _parse_directories(text, start, kind, arguments)
 
 
 def _parse_host(text: str, start: int, arguments: str) -> dict[str, object]:
@@ -165,18 +182,32 @@ def _parse_host(text: str, start: int, arguments: str) -> dict[str, object]:
     return {"kind": "host", "capacity": _locate(text, position, parse_bytes, spelled)}
 
 
-def _parse_disk(text: str, start: int, arguments: str) -> dict[str, object]:
-    path, colon, capacity = arguments.rpartition(":")
-    position = start + len(arguments) - len(arguments.lstrip())
-    if not arguments.strip().startswith("/"):
-        message = "a disk tier needs the absolute path of a directory"
-        raise _error(text, position, message, "for example disk:/var/cache/kv:200GiB")
-    if not colon or not capacity.strip():
-        message = "a disk tier needs a capacity after its path"
-        raise _error(text, start + len(arguments), message, "for example disk:/var/cache/kv:200GiB")
+def _parse_directories(
+    text: str, start: int, kind: Literal["disk", "shared"], arguments: str
+) -> dict[str, object]:
+    listed, colon, capacity = arguments.rpartition(":")
+    example = f"for example {kind}:/var/cache/kv:200GiB"
+    if not colon or not capacity.strip() or not listed.strip():
+        missing = "a capacity after its path" if arguments.strip() else "an absolute path"
+        raise _error(text, start + len(arguments), f"a {kind} tier needs {missing}", example)
+    paths = []
+    position = start
+    for piece in listed.split(","):
+        path = piece.strip()
+        if not path.startswith("/"):
+            position += len(piece) - len(piece.lstrip())
+            raise _error(text, position, f"a {kind} tier needs absolute paths", example)
+        paths.append(path)
+        position += len(piece) + 1
     size_start = start + len(arguments) - len(capacity.lstrip())
     count = _locate(text, size_start, parse_bytes, capacity.strip())
-    return {"kind": "disk", "path": path.strip(), "capacity": count}
+    if kind == "disk":
+        return {"kind": kind, "paths": paths, "capacity": count}
+    if len(paths) > 1:
+        comma = start + listed.index(",")
+        message = "a shared tier has one directory"
+        raise _error(text, comma, message, "mount one file system that all nodes see")
+    return {"kind": kind, "path": paths[0], "capacity": count}
 
 
 def _locate(text: str, position: int, parse: Callable[[str], T], word: str) -> T:

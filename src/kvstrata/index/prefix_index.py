@@ -19,12 +19,15 @@ class Entry:
     children: int = 0
     host_slot: int = NO_SLOT
     on_disk: bool = False
+    arriving: bool = False  # from the remote tier, on the way into host memory, and nowhere else
+    in_remote: bool = False  # as far as we know: others may have removed it since
     leases: int = 0
     forgotten: bool = False  # out of the index; its host slot is freed with its last lease
 
     @property
     def resident(self) -> bool:
-        return self.host_slot != NO_SLOT or self.on_disk
+        """Whether the index has to know it; what is in the remote tier alone is asked for there."""
+        return self.host_slot != NO_SLOT or self.on_disk or self.arriving
 
 
 class PrefixIndex:

@@ -1,4 +1,4 @@
-"""The disk below host memory: blocks go down in the background and come up on demand."""
+"""A tier below host memory: blocks go down in the background and come up on demand."""
 
 import logging
 import threading
@@ -10,42 +10,50 @@ from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.index.prefix_index import Entry
 from kvstrata.manager.report import TierReport
-from kvstrata.manager.residency import Residency
+from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe import metrics
-from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.store import NamespacedStore
 from kvstrata.storage.wrap import BreakerStore
 from kvstrata.transfer.engine import TransferEngine
+from kvstrata.transfer.finder import Finder
 
 _log = logging.getLogger(__name__)
 
 _WRITE_BATCH_BYTES: Final = 32 << 20  # some parts for each of the threads that write
 _DRAIN_POLL_SECONDS: Final = 0.005
-_FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to disk
+_UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
+_FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
 
 
 class Cascade:
-    """Writes every block of host memory through to disk, and reads blocks back.
+    """Writes every block of host memory through to one tier below, and reads blocks back.
 
     *lock* guards *cache* and is not held over I/O.
     """
 
     def __init__(
         self,
-        disk: DiskStore,
+        tier: LowerTier,
+        store: NamespacedStore,
         cache: Residency,
         lock: threading.Condition,
-        counters: metrics.Counters,
+        *,
+        upkeep: Callable[[], object] | None = None,
     ) -> None:
-        self._disk = disk
+        """*upkeep* is called every few seconds, on the writer's thread."""
+        self._tier = tier
+        self._inner = store
         self._cache = cache
         self._lock = lock
-        self._counters = counters
-        self._block_bytes = disk.statistics().block_bytes
-        self._store = BreakerStore(disk)
-        self._write_lock = threading.Lock()  # held while a batch is on its way to disk
-        self._owed_removals: list[StoreKey] = []  # left the index, and the disk refused to hear it
+        self._counters = cache.counters
+        self._upkeep = upkeep
+        self._next_upkeep = 0.0
+        self._block_bytes = store.statistics().block_bytes
+        self._store = BreakerStore(store)
+        self._write_lock = threading.Lock()  # held while a batch is on its way to the store
+        self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: list[NamespaceId] = []
-        cache.restore(disk.blocks())
+        self._finder = Finder(self._store)
         self._transfer = TransferEngine(
             self._store, self._write_some, block_bytes=self._block_bytes
         )
@@ -56,47 +64,56 @@ class Cascade:
 
     def promote(
         self,
-        promotions: Sequence[tuple[Entry, int]],
+        keys: Sequence[StoreKey],
+        slots: Sequence[int],
         done: Callable[[int, Sequence[Read | None]], None],
     ) -> None:
-        """Read each entry into its host slot; *done* as ``TransferEngine.read`` calls it."""
-        self._transfer.read(
-            [entry.key for entry, _ in promotions],
-            [self._cache.memory.view(slot) for _, slot in promotions],
-            done,
-        )
+        """Read each block into its host slot; *done* as ``TransferEngine.read`` calls it."""
+        self._transfer.read(keys, [self._cache.memory.view(slot) for slot in slots], done)
 
-    def forget(self, namespace: NamespaceId) -> None:
-        """Drop the blocks of *namespace*, durably, after any batch that may still hold some.
+    def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
+        """Ask how many leading *keys* the tier has; *done* as ``Finder.find`` calls it."""
+        self._finder.find(keys, done)
+
+    def owe_drop(self, namespace: NamespaceId) -> None:
+        """What the tier holds of *namespace* counts no longer; ``pay_drops`` makes it forget."""
+        self._owed_drops.append(namespace)
+
+    def owes_drop(self, namespace: NamespaceId) -> bool:
+        return namespace in self._owed_drops
+
+    def pay_drops(self) -> None:
+        """Drop what is owed, durably, after any batch that may still hold some of it.
 
         On ``TierUnavailable`` it is done later, before anything else is written.
         """
-        self._owed_drops.append(namespace)
         if not self._write_lock.acquire(timeout=_FORGET_SECONDS):
-            raise TierUnavailable(f"the disk does not end a write within {_FORGET_SECONDS} s")
+            raise TierUnavailable(
+                f"the {self._tier} tier does not end a write within {_FORGET_SECONDS} s"
+            )
         try:
-            self._pay_drops()
+            self._pay()
         finally:
             self._write_lock.release()
 
     def report(self) -> TierReport:
-        size = self._disk.statistics()
+        size = self._inner.statistics()
         return TierReport(
-            "disk",
+            self._tier,
             size.capacity_blocks,
-            self._cache.disk_used,
+            self._cache.disk_used if self._tier == "disk" else size.blocks,
             self._block_bytes,
-            waiting_blocks=self._cache.unwritten,
+            waiting_blocks=self._cache.unwritten(self._tier),
             switched_off=self._store.is_open,
         )
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait until all of host memory is on disk too; whether that was so in time."""
+        """Wait until all of host memory is in the tier too; whether that was so in time."""
         deadline = time.monotonic() + timeout_seconds
         while self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 with self._lock:
-                    if not self._cache.unwritten and not self._owed_drops:
+                    if not self._cache.unwritten(self._tier) and not self._owed_drops:
                         return True
             finally:
                 self._write_lock.release()
@@ -107,23 +124,27 @@ class Cascade:
         return False
 
     def close(self, timeout_seconds: float) -> None:
-        """Write what is not on disk yet, *timeout_seconds* long at most, and let the disk go."""
+        """Write what is not there yet, *timeout_seconds* long at most, and let the store go."""
         if not self.drain(timeout_seconds):
-            _log.warning("%d blocks could not be written to disk in time", self._cache.unwritten)
+            left = self._cache.unwritten(self._tier)
+            _log.warning("%d blocks could not be written to %s in time", left, self._tier)
+        self._finder.close()
         self._transfer.close(timeout_seconds)
-        self._disk.close()
+        self._inner.close()
 
     def _write_some(self) -> int:
         """Write a batch of blocks; its bytes, 0 without one. On the writer thread."""
+        self._keep_up()
         with self._write_lock:
             try:
-                self._pay_drops()
+                self._pay()
             except TierUnavailable as e:
-                _log.warning("dropping a namespace from disk failed: %s", e)
+                _log.warning("dropping a namespace from %s failed: %s", self._tier, e)
                 return 0
             with self._lock:
-                batch = self._cache.next_unwritten(max(1, _WRITE_BATCH_BYTES // self._block_bytes))
-                victims = self._cache.make_disk_room(len(batch))
+                count = max(1, _WRITE_BATCH_BYTES // self._block_bytes)
+                batch = self._cache.next_unwritten(self._tier, count)
+                victims = self._cache.make_disk_room(len(batch)) if self._tier == "disk" else []
             if not batch:
                 return 0
             self._owed_removals += [entry.key for entry in victims]
@@ -131,26 +152,35 @@ class Cascade:
             try:
                 writes = self._write(batch)
             except TierUnavailable as e:
-                _log.warning("writing %d blocks to disk failed: %s", len(batch), e)
+                _log.warning("writing %d blocks to %s failed: %s", len(batch), self._tier, e)
                 return 0
             finally:
                 if not writes:
                     self._write_later(batch)
             with self._lock:
                 for entry, write in zip(batch, writes, strict=True):
-                    self._cache.written(entry, stored=write is not Write.FULL)
-        self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED))
+                    self._cache.written(self._tier, entry, stored=write is not Write.FULL)
+        self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED), self._tier)
         return len(batch) * self._block_bytes
 
-    def _pay_drops(self) -> None:
+    def _keep_up(self) -> None:
+        if self._upkeep is None or time.monotonic() < self._next_upkeep:
+            return
+        self._next_upkeep = time.monotonic() + _UPKEEP_SECONDS
+        try:
+            self._upkeep()
+        except TierUnavailable as e:
+            _log.warning("upkeep of %s failed: %s", self._tier, e)
+
+    def _pay(self) -> None:
         while self._owed_drops:
-            self._disk.drop_namespace(self._owed_drops[0])  # others may append meanwhile
+            self._inner.drop_namespace(self._owed_drops[0])  # others may append meanwhile
             self._owed_drops.pop(0)
 
     def _write_later(self, batch: Sequence[Entry]) -> None:
         with self._lock:
             for entry in batch:
-                self._cache.write_later(entry)
+                self._cache.write_later(self._tier, entry)
 
     def _write(self, batch: Sequence[Entry]) -> list[Write]:
         if self._owed_removals:

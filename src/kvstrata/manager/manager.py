@@ -1,24 +1,34 @@
 """KVManager: the truth about which blocks exist, and the tasks that load and save them."""
 
+import itertools
 import logging
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import InvariantViolated
-from kvstrata.core.types import BlockKey, NamespaceId, Read, StoreKey
-from kvstrata.index.prefix_index import NO_SLOT, Entry
+from kvstrata.core.errors import InvariantViolated, TierUnavailable
+from kvstrata.core.types import BlockKey, NamespaceId, StoreKey
+from kvstrata.index.prefix_index import NO_SLOT
 from kvstrata.manager.cascade import Cascade
+from kvstrata.manager.gets import Gets, Settled
 from kvstrata.manager.report import CacheReport, TierReport
-from kvstrata.manager.residency import Residency
+from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
-from kvstrata.manager.tasks import GetTask, PutTask, TaskEvent, TaskState, TaskStatus, step
+from kvstrata.manager.tasks import (
+    UNSETTLED,
+    GetTask,
+    PutTask,
+    TaskEvent,
+    TaskState,
+    TaskStatus,
+    step,
+)
 from kvstrata.observe import metrics
 from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory
+from kvstrata.storage.shared_fs import SharedFsStore
+from kvstrata.storage.store import NamespacedStore
 
 _log = logging.getLogger(__name__)
 
@@ -26,43 +36,60 @@ _LEASE_SECONDS = 60.0  # plus the time to load: then a get loses its leases
 _KEPT_NAMESPACES = 256  # whose parts are shown; each reset of an engine names a new one
 _KEPT_RESULTS = 4096  # ended tasks whose state can still be asked for
 
-Settled = Callable[[TaskStatus], None]
-
 
 class KVManager:
-    """Host memory and an optional disk below it, behind get and put tasks.
+    """Host memory and the tiers below it, behind get and put tasks.
 
     Thread-safe; no method but ``wait``, ``reset`` and ``close`` waits for I/O. The bytes are
     moved by others: a caller of ``put_match`` writes the reserved ``view``\\ s and completes the
     task, a caller of ``get_match`` reads the leased ones and completes it.
     """
 
-    def __init__(self, config: Config, *, block_bytes: int) -> None:
+    def __init__(
+        self, config: Config, *, block_bytes: int, remote: NamespacedStore | None = None
+    ) -> None:
+        """Open the tiers of *config*; *remote* is a store to use as remote tier instead of its.
+
+        Raises ``ConfigError`` if one cannot be opened, and has then opened none.
+        """
         self.block_bytes = block_bytes
         self.counters = metrics.Counters()
         self._lock = threading.Condition()
         self._drain_timeout_seconds = config.drain_timeout_seconds
-        self._lease_seconds = _LEASE_SECONDS + config.load_timeout_seconds
-        self._storage = StorageEngine(block_bytes, config.tiers)
+        self._storage = StorageEngine(block_bytes, config.tiers, remote=remote)
         self._memory = self._storage.host.data
         self.server_id = self._memory.mapping.server_id
-        disk = self._storage.disk
+        disk, below = self._storage.disk, self._storage.remote
         self._cache = Residency(
             self._memory,
             self.counters,
             disk_capacity_blocks=disk.capacity_blocks if disk else 0,
+            remote=below is not None,
         )
-        self._cascade = Cascade(disk.data, self._cache, self._lock, self.counters) if disk else None
+        self._lower: dict[LowerTier, Cascade] = {}
+        if disk is not None:
+            self._cache.restore(disk.data.blocks())
+            self._lower["disk"] = Cascade("disk", disk.data, self._cache, self._lock)
+        if below is not None:
+            upkeep = below.data.sweep if isinstance(below.data, SharedFsStore) else None
+            self._lower["remote"] = Cascade(
+                "remote", below.data, self._cache, self._lock, upkeep=upkeep
+            )
         self._sessions = Sessions()
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
-        self._gets: dict[int, GetTask] = {}
         self._puts: dict[int, PutTask] = {}
         self._ended: dict[int, TaskState] = {}
-        self._settled: dict[int, Settled] = {}
         self._reserved: set[StoreKey] = set()  # keys of running puts
-        self._promotions: dict[StoreKey, tuple[Entry, int]] = {}  # with the slots that they fill
         # An engine outlives its server, with tasks of the old one in flight: ids do not come again.
-        self._next_task = (1 + secrets.randbits(20)) << 32
+        self._ids = itertools.count((1 + secrets.randbits(20)) << 32)
+        self._gets = Gets(
+            self._cache,
+            self._lower,
+            self._lock,
+            self._ids,
+            self._remember,
+            lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
+        )
         if config.prefault:
             threading.Thread(target=self._prefault, name="kvstrata-prefault", daemon=True).start()
 
@@ -104,8 +131,8 @@ class KVManager:
     def disconnect(self, owner: int) -> None:
         """Release what *owner* held: leases at once, reserved slots when nobody can write to them."""
         with self._lock:
-            for get in [g for g in self._gets.values() if g.owner == owner]:
-                self._end_get(get, TaskState.CANCELLED)
+            for get in [g for g in self._gets.tasks.values() if g.owner == owner]:
+                self._gets.end(get, TaskState.CANCELLED)
             slots = []
             for put in [p for p in self._puts.values() if p.owner == owner]:
                 slots += self._end_put(put, TaskState.CANCELLED)
@@ -124,24 +151,19 @@ class KVManager:
     ) -> TaskStatus:
         """Lease the longest prefix of *keys* that is in some tier.
 
-        The status is ``READY`` if all of it is in host memory. Else it is ``PROMOTING``, its slots
-        are the part that is, and *settled* is called, on another thread, when the rest has
-        arrived or failed. With nothing found there is no task: ``task_id`` is 0, ``DONE``, or
-        ``FAILED`` while not all workers of *owner* are attached.
+        The status is ``READY`` if all of it is in host memory. Else its slots are the part that
+        is, and *settled* is called, on another thread, when the rest has arrived or failed:
+        ``PROMOTING`` while known blocks are on their way up, before it ``SEARCHING`` while the
+        remote tier is asked for blocks unknown here (then *settled* tells the end of the search
+        too). With nothing found there is no task: ``task_id`` is 0, ``DONE``, or ``FAILED`` while
+        not all workers of *owner* are attached.
         """
-        self._expire()
+        self._gets.expire()
         with self._lock:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
-            entries = self._cache.index.longest_prefix([namespace + key for key in keys])
-            task, promotions = self._lease_prefix(entries, owner)
-            self._count_lookup(len(keys), task)
-            if task is None:
-                return TaskStatus(0, TaskState.DONE)
-            if settled is not None and task.state is TaskState.PROMOTING:
-                self._settled[task.task_id] = settled
-            status = self._status_of_get(task)
-        self._promote(promotions)
+            status, begin = self._gets.match(namespace, keys, owner, settled)
+        begin()
         return status
 
     def put_match(
@@ -164,7 +186,7 @@ class KVManager:
                 return TaskStatus(0, TaskState.FAILED)
             store_keys = [namespace + key for key in keys]
             above = [namespace + parent if parent is not None else None, *store_keys[:-1]]
-            task = PutTask(self._next_task, owner, namespace, [], [], [], [])
+            task = PutTask(next(self._ids), owner, namespace, [], [], [], [])
             known = []
             shed = 0
             for i, key in enumerate(store_keys):
@@ -189,7 +211,6 @@ class KVManager:
             if not task.keys:
                 found = len(known) == len(store_keys)
                 return TaskStatus(0, TaskState.DONE if found else TaskState.FAILED)
-            self._next_task += 1
             self._puts[task.task_id] = task
             return self._status_of_put(task)
 
@@ -199,15 +220,15 @@ class KVManager:
             for task, state in self._moved(task_ids, owner, TaskEvent.LAUNCH):
                 task.state = state
                 if isinstance(task, GetTask):
-                    task.deadline = time.monotonic() + self._lease_seconds
+                    self._gets.launch(task)
 
     def complete(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these running tasks have succeeded: saved blocks can be found from now."""
         with self._lock:
             for task, state in self._moved(task_ids, owner, TaskEvent.COMPLETE):
                 if isinstance(task, GetTask):
-                    self.counters.add(metrics.LOADED_BLOCKS, len(self._ready_slots(task)))
-                    self._end_get(task, state)
+                    self.counters.add(metrics.LOADED_BLOCKS, len(self._gets.ready_slots(task)))
+                    self._gets.end(task, state)
                 else:
                     self._publish(task)
 
@@ -223,7 +244,7 @@ class KVManager:
                         self._cache.release_slot(slot)
                     continue
                 self.counters.add(metrics.FAILED_LOADS, 1)
-                self._end_get(task, state)
+                self._gets.end(task, state)
                 for entry in reversed(task.entries):
                     if not entry.leases and not entry.forgotten and entry.host_slot != NO_SLOT:
                         self._cache.drop_from_host(entry)
@@ -233,7 +254,7 @@ class KVManager:
         with self._lock:
             for task, state in self._moved(task_ids, owner, TaskEvent.CANCEL):
                 if isinstance(task, GetTask):
-                    self._end_get(task, state)
+                    self._gets.end(task, state)
                 else:
                     for slot in self._end_put(task, state):
                         self._cache.release_slot(slot)
@@ -243,8 +264,8 @@ class KVManager:
         with self._lock:
             found = {}
             for task_id in task_ids:
-                if task_id in self._gets:
-                    found[task_id] = self._status_of_get(self._gets[task_id])
+                if task_id in self._gets.tasks:
+                    found[task_id] = self._gets.status(self._gets.tasks[task_id])
                 elif task_id in self._puts:
                     found[task_id] = self._status_of_put(self._puts[task_id])
                 elif task_id in self._ended:
@@ -252,12 +273,12 @@ class KVManager:
             return found
 
     def wait(self, task_ids: Sequence[int], timeout_seconds: float) -> dict[int, TaskStatus]:
-        """``try_wait`` once no task is promoting any more, or after *timeout_seconds*."""
+        """``try_wait`` once all tasks have settled, or after *timeout_seconds*."""
         with self._lock:
             self._lock.wait_for(
                 lambda: (
                     not any(
-                        task_id in self._gets and self._gets[task_id].state is TaskState.PROMOTING
+                        task_id in self._gets.tasks and self._gets.tasks[task_id].state in UNSETTLED
                         for task_id in task_ids
                     )
                 ),
@@ -274,7 +295,8 @@ class KVManager:
         """
 
         def release(status: TaskStatus) -> None:
-            self.cancel([status.task_id], owner=owner)
+            if status.state not in UNSETTLED:
+                self.cancel([status.task_id], owner=owner)
 
         status = self.get_match(namespace, keys, owner=owner, settled=release)
         if status.state is TaskState.READY:
@@ -283,17 +305,26 @@ class KVManager:
         return status.task_id
 
     def reset(self, namespace: NamespaceId) -> int:
-        """Forget every block of *namespace*, on disk durably so; how many there were.
+        """Forget every block of *namespace*, below host memory durably so; how many were known.
 
         Blocks that are being saved at this moment will not become visible. On ``TierUnavailable``
         none is found either, but it could be after a restart; the drop is tried until it succeeds.
         """
-        with self._lock:
+        with self._gets.settling():
             for put in self._puts.values():
                 put.stale = put.stale or put.namespace == namespace
+            self._gets.forget(namespace)
             dropped = self._cache.forget(namespace)
-        if self._cascade:
-            self._cascade.forget(namespace)
+            for lower in self._lower.values():
+                lower.owe_drop(namespace)
+        refused: TierUnavailable | None = None
+        for lower in self._lower.values():
+            try:
+                lower.pay_drops()
+            except TierUnavailable as e:
+                refused = e
+        if refused is not None:
+            raise refused
         return dropped
 
     # -- what it looks like ------------------------------------------------------------------
@@ -303,13 +334,12 @@ class KVManager:
         with self._lock:
             cache, memory = self._cache, self._memory
             tiers = [TierReport("host", memory.slots, cache.host_used, self.block_bytes)]
-            if self._cascade:
-                tiers.append(self._cascade.report())
+            tiers += [lower.report() for lower in self._lower.values()]
             return CacheReport(
                 server_id=self.server_id.hex(),
                 tiers=tiers,
                 counters=self.counters.snapshot(),
-                running_gets=len(self._gets),
+                running_gets=len(self._gets.tasks),
                 running_puts=len(self._puts),
                 namespaces=self._cache.describe(self._namespaces),
                 engines=self._sessions.describe(),
@@ -319,120 +349,33 @@ class KVManager:
         """Raises ``InvariantViolated`` unless every slot is accounted for exactly once."""
         with self._lock:
             reserved = [slot for put in self._puts.values() for slot in put.slots]
-            reserved += [slot for _, slot in self._promotions.values()]
+            reserved += self._gets.arriving_slots()
             reserved += self._sessions.orphaned_slots()
             self._cache.check(reserved)
 
     def close(self) -> None:
-        """Write what is not on disk yet, at most ``drain_timeout_seconds`` long, and release all."""
-        if self._cascade:
-            self._cascade.close(self._drain_timeout_seconds)
+        """Write what no tier below has yet, at most ``drain_timeout_seconds`` each; release all."""
+        for lower in self._lower.values():
+            lower.close(self._drain_timeout_seconds)
         self._storage.close()
 
     # -- inside, with the lock held ----------------------------------------------------------
-
-    def _lease_prefix(
-        self, entries: list[Entry], owner: int
-    ) -> tuple[GetTask | None, list[tuple[Entry, int]]]:
-        """A task on as much of *entries* as host memory can hold, and what must be promoted."""
-        for entry in entries:
-            self._cache.lease(entry)
-        self._cache.touch(entries)
-        promotions: list[tuple[Entry, int]] = []
-        held = len(entries)
-        waiting = 0
-        for i, entry in enumerate(entries):
-            if entry.host_slot != NO_SLOT:
-                continue
-            if entry.key not in self._promotions:
-                slot = self._cache.take_slot()
-                if slot is None:
-                    held = i
-                    break
-                promotions.append((entry, slot))
-                self._promotions[entry.key] = (entry, slot)
-            waiting += 1
-        for entry in entries[held:]:
-            self._cache.unlease(entry)
-        if not held:
-            return None, []
-        task = GetTask(
-            self._next_task,
-            owner,
-            entries[:held],
-            time.monotonic() + self._lease_seconds,
-            TaskState.PROMOTING if waiting else TaskState.READY,
-            waiting,
-        )
-        self._next_task += 1
-        self._gets[task.task_id] = task
-        return task, promotions
-
-    def _promoted(
-        self, promotions: Sequence[tuple[Entry, int]], start: int, reads: Sequence[Read | None]
-    ) -> None:
-        """Some reads of ``_promote`` have ended."""
-        with self._settling():
-            for (entry, slot), read in zip(promotions[start:], reads, strict=False):
-                self._arrived(entry, slot, read)
-
-    def _arrived(self, entry: Entry, slot: int, read: Read | None) -> None:
-        if self._promotions.get(entry.key, (None,))[0] is entry:
-            del self._promotions[entry.key]
-        if read is Read.HIT and not entry.forgotten:
-            self._cache.put_in_host(entry, slot)
-            self.counters.add(metrics.PROMOTED_BLOCKS, 1)
-            return
-        self._cache.release_slot(slot)
-        if read in {Read.MISS, Read.CORRUPT} and not entry.forgotten:
-            self.counters.add(metrics.CORRUPT_BLOCKS, 1)
-            self._cache.drop_from_disk(entry)
-
-    @contextmanager
-    def _settling(self) -> Iterator[None]:
-        """Holds the lock, then tells those whose promotions have all ended meanwhile."""
-        told: list[tuple[Settled, TaskStatus]] = []
-        with self._lock:
-            yield
-            for task in self._gets.values():
-                if task.state is not TaskState.PROMOTING or self._is_waiting(task):
-                    continue
-                task.state = step(task.state, TaskEvent.PROMOTE)
-                ready = len(self._ready_slots(task))
-                for entry in task.entries[ready:]:
-                    self._cache.unlease(entry)
-                del task.entries[ready:]
-                settled = self._settled.pop(task.task_id, None)
-                if settled is not None:
-                    told.append((settled, self._status_of_get(task)))
-            self._lock.notify_all()
-        for settled, status in told:
-            settled(status)
-
-    def _is_waiting(self, task: GetTask) -> bool:
-        return any(self._promotions.get(entry.key, (None,))[0] is entry for entry in task.entries)
 
     def _publish(self, task: PutTask) -> None:
         """The bytes of *task* are in its slots: insert its blocks, unless a reset forbids it."""
         for key, parent, slot in zip(task.keys, task.parents, task.slots, strict=True):
             self._reserved.discard(key)
-            if task.stale:
+            entry = None if task.stale else self._cache.index.insert(key, parent)
+            if entry is None or entry.host_slot != NO_SLOT:  # reset, or come from the remote tier
                 self._cache.release_slot(slot)
             else:
-                self._cache.put_in_host(self._cache.index.insert(key, parent), slot)
+                self._cache.put_in_host(entry, slot)
         self._cache.touch(self._cache.index.longest_prefix(task.keys))
         self.counters.add(metrics.SAVED_BLOCKS, 0 if task.stale else len(task.keys))
         del self._puts[task.task_id]
         self._remember(task.task_id, TaskState.DONE)
-        if self._cascade:
-            self._cascade.wake()
-
-    def _end_get(self, task: GetTask, state: TaskState) -> None:
-        for entry in task.entries:
-            self._cache.unlease(entry)
-        del self._gets[task.task_id]
-        self._settled.pop(task.task_id, None)
-        self._remember(task.task_id, state)
+        for lower in self._lower.values():
+            lower.wake()
 
     def _end_put(self, task: PutTask, state: TaskState) -> list[int]:
         """End *task* without publishing; its slots, still taken."""
@@ -457,7 +400,7 @@ class KVManager:
         """
         refused: InvariantViolated | None = None
         for task_id in task_ids:
-            task = self._gets.get(task_id) or self._puts.get(task_id)
+            task = self._gets.tasks.get(task_id) or self._puts.get(task_id)
             if task is None or task.owner != owner:
                 continue
             try:
@@ -469,52 +412,11 @@ class KVManager:
         if refused is not None:
             raise refused
 
-    def _ready_slots(self, task: GetTask) -> list[int]:
-        slots = []
-        for entry in task.entries:
-            if entry.host_slot == NO_SLOT:
-                break
-            slots.append(entry.host_slot)
-        return slots
-
-    def _status_of_get(self, task: GetTask) -> TaskStatus:
-        slots = self._ready_slots(task)
-        return TaskStatus(
-            task.task_id,
-            task.state,
-            slots,
-            [self._memory.generation(slot) for slot in slots],
-            matched_blocks=len(task.entries),
-            disk_blocks=task.disk_blocks,
-        )
-
     def _status_of_put(self, task: PutTask) -> TaskStatus:
         generations = [self._memory.generation(slot) for slot in task.slots]
         return TaskStatus(task.task_id, task.state, task.slots, generations, task.missing)
 
-    def _count_lookup(self, asked_blocks: int, task: GetTask | None) -> None:
-        found = len(task.entries) if task else 0
-        from_disk = task.disk_blocks if task else 0
-        self.counters.add(metrics.LOOKUPS, 1)
-        self.counters.add(metrics.LOOKUP_BLOCKS, found - from_disk, "host")
-        self.counters.add(metrics.LOOKUP_BLOCKS, from_disk, "disk")
-        self.counters.add(metrics.LOOKUP_BLOCKS, asked_blocks - found, "none")
-
     # -- inside, without the lock ------------------------------------------------------------
-
-    def _promote(self, promotions: list[tuple[Entry, int]]) -> None:
-        if promotions and self._cascade:
-            self._cascade.promote(
-                promotions, lambda start, reads: self._promoted(promotions, start, reads)
-            )
-
-    def _expire(self) -> None:
-        """Take the leases of gets whose owner has forgotten them."""
-        now = time.monotonic()
-        with self._lock:
-            for task in [t for t in self._gets.values() if t.deadline < now]:
-                _log.warning("task %d was given up: not ended in time", task.task_id)
-                self._end_get(task, TaskState.CANCELLED)
 
     def _prefault(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoredBlock, StoreKey
@@ -12,21 +13,34 @@ from kvstrata.manager.report import NamespaceReport
 from kvstrata.observe import metrics
 from kvstrata.storage.host import HostMemory
 
+LowerTier = Literal["disk", "remote"]
+
 
 class Residency:
     """The index with the slots of the host tier and the room of the disk tier kept in step."""
 
     def __init__(
-        self, memory: HostMemory, counters: metrics.Counters, *, disk_capacity_blocks: int
+        self,
+        memory: HostMemory,
+        counters: metrics.Counters,
+        *,
+        disk_capacity_blocks: int,
+        remote: bool = False,
     ) -> None:
         self.index = PrefixIndex()
         self.memory = memory
-        self._counters = counters
+        self.counters = counters
         self._slots = SlotPool(memory.slots)
         self._host: EvictionPolicy = LRU()
         self._disk: EvictionPolicy = LRU()
         self._disk_capacity = disk_capacity_blocks
-        self._unwritten: OrderedDict[StoreKey, Entry] = OrderedDict()  # in host memory, not on disk
+        lower: list[LowerTier] = []
+        lower += ["disk"] if disk_capacity_blocks else []
+        lower += ["remote"] if remote else []
+        # Of each tier below: what is in host memory and not there.
+        self._unwritten: dict[LowerTier, OrderedDict[StoreKey, Entry]] = {
+            tier: OrderedDict() for tier in lower
+        }
         self._parting: set[int] = set()  # slots of forgotten blocks that are still leased
 
     @property
@@ -37,9 +51,8 @@ class Residency:
     def disk_used(self) -> int:
         return len(self._disk)
 
-    @property
-    def unwritten(self) -> int:
-        return len(self._unwritten)
+    def unwritten(self, tier: LowerTier) -> int:
+        return len(self._unwritten[tier])
 
     def restore(self, blocks: Iterable[StoredBlock]) -> None:
         """Take over what a disk tier held when it was opened."""
@@ -81,26 +94,42 @@ class Residency:
     def put_in_host(self, entry: Entry, slot: int) -> None:
         """The bytes of *entry* are in *slot* now."""
         entry.host_slot = slot
+        entry.arriving = False
         self._host.add(entry.key)
-        if self._disk_capacity and not entry.on_disk:
-            self._unwritten[entry.key] = entry
+        for tier, waiting in self._unwritten.items():
+            if not _is_in(entry, tier):
+                waiting[entry.key] = entry
+
+    def expect(self, key: StoreKey, parent: StoreKey | None) -> Entry:
+        """A block of the remote tier that is about to be read into host memory."""
+        entry = self.index.insert(key, parent)
+        entry.arriving = entry.in_remote = True
+        return entry
+
+    def give_up(self, entry: Entry) -> None:
+        """A block of ``expect`` does not come."""
+        entry.arriving = entry.in_remote = False
+        self._remove_if_nowhere(entry)
 
     def drop_from_host(self, entry: Entry) -> None:
         """Give up the host copy of an unleased *entry*."""
         if entry.leases:
             raise InvariantViolated("a leased block is dropped")
         self._host.remove(entry.key)
-        if self._unwritten.pop(entry.key, None) is not None:
-            self._counters.add(metrics.LOST_BLOCKS, 1)
+        for waiting in self._unwritten.values():
+            waiting.pop(entry.key, None)
+        if self._unwritten and not (entry.on_disk or entry.in_remote):
+            self.counters.add(metrics.LOST_BLOCKS, 1)
         self.release_slot(entry.host_slot)
         entry.host_slot = NO_SLOT
         self._remove_if_nowhere(entry)
 
-    def next_unwritten(self, count: int) -> list[Entry]:
-        """At most *count* blocks that the disk lacks, leased; ``written`` gives them back."""
+    def next_unwritten(self, tier: LowerTier, count: int) -> list[Entry]:
+        """At most *count* blocks that *tier* lacks, leased; ``written`` gives them back."""
         batch: list[Entry] = []
-        while self._unwritten and len(batch) < count:
-            _, entry = self._unwritten.popitem(last=False)
+        waiting = self._unwritten[tier]
+        while waiting and len(batch) < count:
+            _, entry = waiting.popitem(last=False)
             self.lease(entry)
             batch.append(entry)
         return batch
@@ -115,20 +144,23 @@ class Residency:
             entry = self._entry(key)
             self.drop_from_disk(entry)
             victims.append(entry)
-        self._counters.add(metrics.EVICTED_BLOCKS, len(victims), "disk")
+        self.counters.add(metrics.EVICTED_BLOCKS, len(victims), "disk")
         return victims
 
-    def written(self, entry: Entry, *, stored: bool) -> None:
+    def written(self, tier: LowerTier, entry: Entry, *, stored: bool) -> None:
         """The write of a block of ``next_unwritten`` has ended. A forgotten one does not count."""
         if stored and not entry.forgotten:
-            entry.on_disk = True
-            self._disk.add(entry.key)
+            if tier == "disk":
+                entry.on_disk = True
+                self._disk.add(entry.key)
+            else:
+                entry.in_remote = True
         self.unlease(entry)
 
-    def write_later(self, entry: Entry) -> None:
-        """The disk could not be asked: *entry*, of ``next_unwritten``, waits again."""
+    def write_later(self, tier: LowerTier, entry: Entry) -> None:
+        """The store could not be asked: *entry*, of ``next_unwritten``, waits again."""
         if not entry.forgotten:
-            self._unwritten[entry.key] = entry
+            self._unwritten[tier][entry.key] = entry
         self.unlease(entry)
 
     def drop_from_disk(self, entry: Entry) -> None:
@@ -143,8 +175,9 @@ class Residency:
             self.index.remove(entry)
             self._host.remove(entry.key)
             self._disk.remove(entry.key)
-            self._unwritten.pop(entry.key, None)
-            entry.on_disk = False
+            for waiting in self._unwritten.values():
+                waiting.pop(entry.key, None)
+            entry.on_disk = entry.in_remote = False
             if entry.host_slot == NO_SLOT:
                 continue
             if entry.leases:
@@ -191,7 +224,7 @@ class Residency:
         if key is None:
             return False
         self.drop_from_host(self._entry(key))
-        self._counters.add(metrics.EVICTED_BLOCKS, 1, "host")
+        self.counters.add(metrics.EVICTED_BLOCKS, 1, "host")
         return True
 
     def _may_leave_host(self, key: StoreKey) -> bool:
@@ -209,3 +242,7 @@ class Residency:
         if entry is None:
             raise InvariantViolated("a policy holds a block that the index does not")
         return entry
+
+
+def _is_in(entry: Entry, tier: LowerTier) -> bool:
+    return entry.on_disk if tier == "disk" else entry.in_remote

@@ -12,6 +12,7 @@ from kvstrata.index.prefix_index import Entry
 
 
 class TaskState(enum.Enum):
+    SEARCHING = "searching"  # get: the remote tier is being asked for blocks unknown here
     PROMOTING = "promoting"  # get: some blocks are still on their way into host memory
     READY = "ready"  # get: every block is in host memory; put: every slot is reserved
     RUNNING = "running"  # the workers copy
@@ -21,6 +22,7 @@ class TaskState(enum.Enum):
 
 
 class TaskEvent(enum.Enum):
+    FOUND = "found"  # or not found: the search is over
     PROMOTE = "promote"
     LAUNCH = "launch"
     COMPLETE = "complete"
@@ -30,6 +32,12 @@ class TaskEvent(enum.Enum):
 
 _S, _E = TaskState, TaskEvent
 _NEXT: Final[dict[TaskState, dict[TaskEvent, TaskState]]] = {
+    _S.SEARCHING: {
+        _E.FOUND: _S.PROMOTING,
+        _E.LAUNCH: _S.RUNNING,
+        _E.CANCEL: _S.CANCELLED,
+        _E.FAIL: _S.FAILED,
+    },
     _S.PROMOTING: {
         _E.PROMOTE: _S.READY,
         # A request that waited long enough takes the blocks that have arrived.
@@ -45,6 +53,7 @@ _NEXT: Final[dict[TaskState, dict[TaskEvent, TaskState]]] = {
     _S.CANCELLED: {},
 }
 FINAL: Final = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
+UNSETTLED: Final = frozenset({_S.SEARCHING, _S.PROMOTING})  # there may be more blocks in a moment
 
 
 def step(state: TaskState, event: TaskEvent) -> TaskState:
@@ -69,6 +78,7 @@ class TaskStatus(msgspec.Struct, frozen=True):
     missing: list[int] = []  # put only: indices into the keys asked for
     matched_blocks: int = 0  # get only: blocks found in any tier
     disk_blocks: int = 0  # get only: how many of them had to come from disk
+    remote_blocks: int = 0  # get only: and how many from the remote tier
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +87,12 @@ class GetTask:
 
     task_id: int
     owner: int
-    entries: list[Entry]
+    namespace: NamespaceId
     deadline: float  # monotonic seconds; an unlaunched task is cancelled then
+    entries: list[Entry] = field(default_factory=list)
     state: TaskState = TaskState.READY
     disk_blocks: int = 0
-    slots: list[int] = field(default_factory=list)
+    remote_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)

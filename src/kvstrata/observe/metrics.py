@@ -4,7 +4,7 @@ from typing import Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
-Label = Literal["host", "disk", "none"]
+Label = Literal["host", "disk", "remote", "none"]
 
 
 class Metric(NamedTuple):
@@ -22,7 +22,7 @@ LOOKUP_BLOCKS: Final = Metric(
     "kvstrata_lookup_blocks_total",
     "Blocks asked for, by the tier that answered (tier='none' is a miss). "
     "Summed over tier this is every block of every lookup.",
-    ("host", "disk", "none"),
+    ("host", "disk", "remote", "none"),
 )
 LOADED_BLOCKS: Final = Metric(
     "kvstrata_loaded_blocks_total", "Blocks that engines have loaded from host memory."
@@ -35,16 +35,21 @@ SHED_BLOCKS: Final = Metric(
     "kvstrata_shed_blocks_total", "Blocks offered for saving that found no room in host memory."
 )
 PROMOTED_BLOCKS: Final = Metric(
-    "kvstrata_promoted_blocks_total", "Blocks read from disk into host memory."
+    "kvstrata_promoted_blocks_total",
+    "Blocks read into host memory, by the tier that they came from.",
+    ("disk", "remote"),
 )
 CASCADED_BLOCKS: Final = Metric(
-    "kvstrata_cascaded_blocks_total", "Blocks written from host memory to disk."
+    "kvstrata_cascaded_blocks_total",
+    "Blocks written from host memory, by the tier that they went to.",
+    ("disk", "remote"),
 )
 EVICTED_BLOCKS: Final = Metric(
     "kvstrata_evicted_blocks_total", "Blocks given up to make room, by tier.", ("host", "disk")
 )
 LOST_BLOCKS: Final = Metric(
-    "kvstrata_lost_blocks_total", "Blocks that left host memory before they could reach the disk."
+    "kvstrata_lost_blocks_total",
+    "Blocks that left host memory before they could reach a tier below.",
 )
 CORRUPT_BLOCKS: Final = Metric(
     "kvstrata_corrupt_blocks_total", "Stored blocks that failed a check; dropped, never served."

@@ -25,7 +25,7 @@ from kvstrata.core.errors import (
 )
 from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.manager.report import CacheReport
-from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.manager.tasks import UNSETTLED, TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server import sockets
 
@@ -158,7 +158,7 @@ class ManagerClient:
         deadline = time.monotonic() + timeout_seconds
         while True:
             found = self.try_wait(task_ids)
-            promoting = any(s.state is TaskState.PROMOTING for s in found.values())
+            promoting = any(s.state in UNSETTLED for s in found.values())
             left = deadline - time.monotonic()
             if not promoting or left <= 0:
                 return found
@@ -261,13 +261,15 @@ class ManagerClient:
         if isinstance(pending, _Abandoned):
             if task_id:
                 self.submit(p.Cancel([task_id]))
-        elif pending.status.state is TaskState.PROMOTING:
+        elif pending.status.state in UNSETTLED:
             self._promoting[task_id] = pending
 
     def _take_settled(self, status: TaskStatus) -> None:
-        pending = self._promoting.pop(status.task_id, None)
+        pending = self._promoting.get(status.task_id)
         if pending is not None:
             pending.status = status
+            if status.state not in UNSETTLED:
+                del self._promoting[status.task_id]
             return
         # The I/O thread of the server may overtake the answer to the lookup.
         self._early[status.task_id] = status

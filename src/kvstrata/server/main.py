@@ -17,6 +17,8 @@ from kvstrata.server.server import Server
 
 _log = logging.getLogger(__name__)
 
+# A busy control thread holds back the I/O threads for so long: see transfer/engine.py.
+_SWITCH_SECONDS: Final = 0.0002
 _LOG_FORMAT: Final = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 
@@ -39,6 +41,7 @@ class ChildReady(msgspec.Struct):
 
 def run_server(config: Config, path: Path, *, block_bytes: int | None = None) -> None:
     """Serve until SIGTERM or SIGINT."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     server = Server(config, path, block_bytes=block_bytes)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
@@ -48,6 +51,7 @@ def run_server(config: Config, path: Path, *, block_bytes: int | None = None) ->
 
 def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
     """Serve until the engine at the other end of *orders_from* closes it or dies."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     orders = msgspec.json.decode(orders_from.readline(), type=ChildOrders)
     try:
         config = config_from_json(orders.config_json)

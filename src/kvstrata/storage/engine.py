@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvstrata.core.config import DiskTier, HostTier, Tier
+from kvstrata.core.config import DiskTier, HostTier, SharedTier, Tier
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.layout import (
     ElementType,
@@ -24,7 +24,8 @@ from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.handles import DeviceType, StorageHandle
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.journal import JOURNAL_NAME
-from kvstrata.storage.store import Store
+from kvstrata.storage.shared_fs import SharedFsStore
+from kvstrata.storage.store import NamespacedStore, Store
 from kvstrata.storage.superblock import SUPERBLOCK_NAME
 
 __all__ = ["StorageEngine"]
@@ -52,15 +53,16 @@ class StorageEngine:
         block: Sequence[KVGroup] | int,
         tiers: Sequence[Tier],
         *,
-        remote: Store | None = None,
+        remote: NamespacedStore | None = None,
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> None:
         """*block*: the KV groups of a block, or its bytes where nobody looks inside. How many
         blocks a tier holds is for *tiers* to say, not for ``num_block``.
 
-        Raises ``ConfigError`` where that cannot be, and then leaves nothing allocated. Once it is
-        made the engine owns *remote*, and closes it.
+        *remote* is a store to use as remote tier in place of a shared one of *tiers*; once it is
+        made the engine owns it, and closes it. Raises ``ConfigError`` where that cannot be, and
+        then leaves nothing allocated.
         """
         self.groups = () if isinstance(block, int) else tuple(block)
         self.block_bytes = block if isinstance(block, int) else group_offsets_bytes(block)[-1]
@@ -68,12 +70,13 @@ class StorageEngine:
         _check_groups(self.groups)
         host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
         disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+        shared = next((tier for tier in tiers if isinstance(tier, SharedTier)), None)
         if host is None:
             raise ConfigError(
                 "there is no host tier: disk and remote blocks pass through host memory",
                 hint="put a host tier first, as in host:8GiB | disk:/var/cache/kv:200GiB",
             )
-        self._disk_paths = [disk.path] if disk is not None else []
+        self._disk_paths = list(disk.paths) if disk is not None else []
         if remote is not None:
             _check_remote(remote, self.block_bytes)
         with ExitStack() as undo:
@@ -89,6 +92,8 @@ class StorageEngine:
             if disk is not None:
                 store = open_disk(disk, self.block_bytes)
                 self._add(DeviceType.DISK, store, store.statistics().capacity_blocks)
+            if shared is not None and remote is None:
+                remote = open_shared(shared, self.block_bytes)
             undo.pop_all()
         if remote is not None:
             self._add(DeviceType.REMOTE, remote, remote.statistics().capacity_blocks)
@@ -100,6 +105,10 @@ class StorageEngine:
     @property
     def disk(self) -> StorageHandle[DiskStore] | None:
         return self._handles.get((DeviceType.DISK, 0))
+
+    @property
+    def remote(self) -> StorageHandle[NamespacedStore] | None:
+        return self._handles.get((DeviceType.REMOTE, 0))
 
     def get_storage_handle(self, device_type: DeviceType, device_id: int = 0) -> StorageHandle[Any]:
         """The handle of a tier; ``ConfigError`` with those that exist if there is none."""
@@ -174,7 +183,11 @@ class StorageEngine:
 
 
 def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
-    return DiskStore([tier.path], block_bytes=block_bytes, capacity_bytes=tier.capacity)
+    return DiskStore(tier.paths, block_bytes=block_bytes, capacity_bytes=tier.capacity)
+
+
+def open_shared(tier: SharedTier, block_bytes: int) -> SharedFsStore:
+    return SharedFsStore(tier.path, block_bytes=block_bytes, capacity_bytes=tier.capacity)
 
 
 def _unlink_files(directory: Path) -> None:

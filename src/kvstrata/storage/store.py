@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 
 
 class StoreStatistics(NamedTuple):
@@ -68,4 +68,12 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release every resource. Later calls raise ``TierUnavailable``. Idempotent."""
+        ...
+
+
+class NamespacedStore(Store, Protocol):
+    """A store that can forget a whole namespace: what a tier must be able to do on a reset."""
+
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        """Forget every block of *namespace_id*, durably; how many there were."""
         ...

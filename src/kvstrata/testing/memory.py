@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.types import STORE_KEY_BYTES, Read, StoreKey, Write
+from kvstrata.core.types import STORE_KEY_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.checksum import digest
 from kvstrata.storage.store import StoreStatistics
 
@@ -94,6 +94,15 @@ class MemoryStore:
                 self._corrupt_blocks,
                 self._variable,
             )
+
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        """Forget every block of *namespace_id*; how many there were."""
+        with self._lock:
+            self._check_open()
+            dropped = [key for key in self.values if key.startswith(namespace_id)]
+            for key in dropped:
+                del self.values[key]
+            return len(dropped)
 
     def close(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.integration.vllm.blocks import BlockMath
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.metadata import Load
-from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.manager.tasks import UNSETTLED, TaskState, TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
 
@@ -130,8 +130,13 @@ class Loads:
         self._running[status.task_id] = _RunningLoad(
             request.request_id, lookup.connection, keys, self._world_size
         )
-        from_disk = min(tokens, status.disk_blocks * math.tokens)
-        sources = {CacheHitSource.DISK: from_disk, CacheHitSource.HOST: tokens - from_disk}
+        remote = min(tokens, status.remote_blocks * math.tokens)
+        disk = min(tokens - remote, status.disk_blocks * math.tokens)
+        sources = {
+            CacheHitSource.EXTERNAL_UNSPECIFIED: remote,
+            CacheHitSource.DISK: disk,
+            CacheHitSource.HOST: tokens - remote - disk,
+        }
         self._sources[request.request_id] = {s: n for s, n in sources.items() if n}
         return keys
 
@@ -230,9 +235,13 @@ class Loads:
             self._link.too_slow()
             return True
         status = lookup.status
-        if status is None or status.state is not TaskState.PROMOTING:
+        if status is None or status.state not in UNSETTLED:
             return True
-        return lookup.age_seconds > self._config.load_timeout_seconds
+        searching = status.state is TaskState.SEARCHING
+        patience_seconds = (
+            self._config.remote_lookup_seconds if searching else self._config.load_timeout_seconds
+        )
+        return lookup.age_seconds > patience_seconds
 
     def _drop(self, request_id: str) -> None:
         lookup = self._lookups.pop(request_id, None)

@@ -1,0 +1,274 @@
+"""A manager above a tier that others write to as well."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.caches import (
+    ALICE,
+    BLOCK_BYTES,
+    BOB,
+    PATIENCE_SECONDS,
+    config,
+    contents,
+    eventually,
+    keys,
+    load,
+    save,
+    write,
+)
+
+from kvstrata.core.config import Config
+from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.types import NamespaceId, Read, StoreKey
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.testing.memory import MemoryStore, Value
+
+
+class GatedStore(MemoryStore):
+    """Searches and reads pass when their gate is open."""
+
+    def __init__(self, values: dict[StoreKey, Value]) -> None:
+        super().__init__(block_bytes=BLOCK_BYTES, capacity_blocks=100, values=values)
+        self.searches, self.reads = threading.Event(), threading.Event()
+        self.searches.set()
+        self.reads.set()
+        self.read_keys: list[StoreKey] = []
+        self.written_keys: list[StoreKey] = []
+        self.away = False
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+        assert self.searches.wait(PATIENCE_SECONDS)
+        self._reach()
+        return super().exists(keys)
+
+    def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        assert self.reads.wait(PATIENCE_SECONDS)
+        self._reach()
+        self.read_keys += keys
+        return super().read_into(keys, buffers)
+
+    def write(self, keys, parents, buffers):  # type: ignore[no-untyped-def]  # as above it
+        self._reach()
+        self.written_keys += keys
+        return super().write(keys, parents, buffers)
+
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        self._reach()
+        return super().drop_namespace(namespace_id)
+
+    def _reach(self) -> None:
+        if self.away:
+            raise TierUnavailable("the store is away")
+
+
+@pytest.fixture
+def values() -> dict[StoreKey, Value]:
+    """What a node with the same store has left there: a prompt of four blocks."""
+    values: dict[StoreKey, Value] = {}
+    other = KVManager(config(8), block_bytes=BLOCK_BYTES, remote=GatedStore(values))
+    save(other, ALICE, keys(0, 0, 0, 0))
+    other.close()
+    assert len(values) == 4
+    return values
+
+
+@pytest.fixture
+def store(values: dict[StoreKey, Value]) -> GatedStore:
+    return GatedStore(values)
+
+
+@pytest.fixture
+def manager(store: GatedStore) -> Iterator[KVManager]:
+    made = KVManager(config(8), block_bytes=BLOCK_BYTES, remote=store)
+    yield made
+    store.searches.set()
+    store.reads.set()
+    eventually(lambda: not made._gets._promotions, "a promotion does not end")
+    made.check()
+    # The writer holds its batch for a moment.
+    eventually(lambda: {e.leases for e in made._cache.index} <= {0}, "a lease is kept")
+    made.close()
+
+
+def settled(manager: KVManager, task: TaskStatus) -> TaskStatus:
+    return manager.wait([task.task_id], PATIENCE_SECONDS)[task.task_id]
+
+
+def count(manager: KVManager, name: str) -> int:
+    return manager.counters.snapshot()[f"kvstrata_{name}"]
+
+
+def test_what_another_node_has_saved_is_found_and_loaded(manager: KVManager) -> None:
+    asked = keys(0, 0, 0, 0, 7)
+    task = manager.get_match(ALICE, asked)
+    assert (task.state, task.slots) == (TaskState.SEARCHING, [])
+    task = settled(manager, task)
+    assert (task.state, task.matched_blocks, task.remote_blocks) == (TaskState.READY, 4, 4)
+    assert [bytes(manager.view(slot)) for slot in task.slots] == contents(ALICE, asked[:4])
+    manager.launch([task.task_id])
+    manager.complete([task.task_id])
+    assert count(manager, "lookup_blocks_total{tier=remote}") == 4
+    assert count(manager, "lookup_blocks_total{tier=none}") == 1
+    assert count(manager, "promoted_blocks_total{tier=remote}") == 4
+
+
+def test_what_came_from_there_is_not_written_there_again(
+    manager: KVManager, store: GatedStore
+) -> None:
+    assert load(manager, ALICE, keys(0, 0, 0, 0)) == contents(ALICE, keys(0, 0, 0, 0))
+    save(manager, ALICE, keys(5))
+    assert manager._lower["remote"].drain(PATIENCE_SECONDS)
+    assert store.written_keys == [ALICE + keys(5)[0]]
+
+
+def test_what_is_known_is_there_at_once_and_the_rest_comes_later(
+    manager: KVManager, store: GatedStore
+) -> None:
+    save(manager, ALICE, keys(0, 0))
+    store.searches.clear()
+    news: list[TaskStatus] = []
+    task = manager.get_match(ALICE, keys(0, 0, 0, 0), settled=news.append)
+    assert (task.state, len(task.slots)) == (TaskState.SEARCHING, 2)
+    store.reads.clear()
+    store.searches.set()
+    eventually(lambda: len(news) == 1, "the end of the search is not told")
+    assert (news[0].state, news[0].matched_blocks) == (TaskState.PROMOTING, 4)
+    store.reads.set()
+    eventually(lambda: len(news) == 2, "the end of the promotion is not told")
+    assert (news[1].state, len(news[1].slots)) == (TaskState.READY, 4)
+    manager.cancel([task.task_id])
+
+
+def test_launched_during_the_search_takes_what_is_known(
+    manager: KVManager, store: GatedStore
+) -> None:
+    save(manager, ALICE, keys(0, 0))
+    store.searches.clear()
+    task = manager.get_match(ALICE, keys(0, 0, 0, 0))
+    manager.launch([task.task_id])
+    store.searches.set()
+    eventually(lambda: count(manager, "lookup_blocks_total{tier=remote}") == 2, "no search")
+    manager.complete([task.task_id])
+    assert count(manager, "loaded_blocks_total") == 2
+    assert store.read_keys == []
+
+
+def test_two_lookups_of_the_same_blocks_are_one_read(manager: KVManager, store: GatedStore) -> None:
+    store.reads.clear()
+    one = manager.get_match(ALICE, keys(0, 0, 0, 0))
+    eventually(lambda: len(manager._gets._promotions) == 4, "nothing is read")
+    other = manager.get_match(ALICE, keys(0, 0, 0, 0))
+    assert (other.state, other.matched_blocks) == (TaskState.PROMOTING, 4)
+    store.reads.set()
+    for task in (one, other):
+        assert len(settled(manager, task).slots) == 4
+    manager.cancel([one.task_id, other.task_id])
+    assert len(store.read_keys) == 4
+
+
+@pytest.mark.parametrize("put_ends_first", [True, False])
+def test_block_that_is_saved_while_it_arrives_has_one_slot(
+    manager: KVManager, store: GatedStore, put_ends_first: bool
+) -> None:
+    asked = keys(0, 0)
+    put = manager.put_match(ALICE, asked)
+    manager.launch([put.task_id])
+    write(manager, put, ALICE, asked)
+    store.reads.clear()
+    get = manager.get_match(ALICE, asked)
+    eventually(lambda: len(manager._gets._promotions) == 2, "nothing is read")
+    if put_ends_first:
+        manager.complete([put.task_id])
+    store.reads.set()
+    get = settled(manager, get)
+    if not put_ends_first:
+        manager.complete([put.task_id])
+    manager.check()
+    assert [bytes(manager.view(slot)) for slot in get.slots] == contents(ALICE, asked)
+    manager.cancel([get.task_id])
+    assert manager.stats().tiers[0].used_blocks == 2
+
+
+def test_store_that_is_away_has_nothing(manager: KVManager, store: GatedStore) -> None:
+    save(manager, ALICE, keys(0))
+    store.away = True
+    task = settled(manager, manager.get_match(ALICE, keys(0, 0, 0)))
+    assert (task.state, len(task.slots)) == (TaskState.READY, 1)
+    manager.cancel([task.task_id])
+    store.away = False
+
+
+def test_damaged_block_cuts_the_prefix(manager: KVManager, store: GatedStore) -> None:
+    asked = keys(0, 0, 0, 0)
+    store.damage(ALICE + asked[2])
+    task = settled(manager, manager.get_match(ALICE, asked))
+    assert [bytes(manager.view(slot)) for slot in task.slots] == contents(ALICE, asked[:2])
+    assert count(manager, "corrupt_blocks_total") == 1
+    manager.cancel([task.task_id])
+
+
+def test_reset_is_for_all_nodes(
+    manager: KVManager, store: GatedStore, values: dict[StoreKey, Value]
+) -> None:
+    store.searches.clear()
+    running = manager.get_match(ALICE, keys(0, 0))
+    other = manager.get_match(BOB, keys(0))
+    manager.reset(ALICE)
+    assert settled(manager, running).slots == []
+    store.searches.set()
+    assert values == {}
+    assert settled(manager, manager.get_match(ALICE, keys(0, 0))).slots == []
+    assert settled(manager, other).slots == []
+    for task in list(manager._gets.tasks):
+        manager.cancel([task])
+
+
+def test_reset_that_the_store_does_not_hear_keeps_its_blocks_from_being_found(
+    manager: KVManager, store: GatedStore, values: dict[StoreKey, Value]
+) -> None:
+    store.away = True
+    with pytest.raises(TierUnavailable):
+        manager.reset(ALICE)
+    store.away = False
+    store.reads.clear()
+    if ALICE + keys(0)[0] in values:
+        assert manager.get_match(ALICE, keys(0, 0)) == TaskStatus(0, TaskState.DONE)
+    eventually(lambda: not values, "the store never hears of the reset")
+
+
+def test_host_memory_without_room_takes_what_fits(store: GatedStore) -> None:
+    manager = KVManager(config(3), block_bytes=BLOCK_BYTES, remote=store)
+    task = settled(manager, manager.get_match(ALICE, keys(0, 0, 0, 0)))
+    assert (task.state, len(task.slots), task.matched_blocks) == (TaskState.READY, 3, 3)
+    manager.cancel([task.task_id])
+    manager.check()
+    manager.close()
+
+
+def test_nodes_share_a_directory(tmp_path: Path) -> None:
+    tiers = f"host:64KiB | shared:{tmp_path}/shared:1MiB"
+    settings = Config.model_validate({"tiers": tiers, "prefault": False})
+    nodes = [KVManager(settings, block_bytes=BLOCK_BYTES) for _ in range(2)]
+    save(nodes[0], ALICE, keys(0, 0, 0))
+    assert nodes[0]._lower["remote"].drain(PATIENCE_SECONDS)
+    assert load(nodes[1], ALICE, keys(0, 0, 0)) == contents(ALICE, keys(0, 0, 0))
+    assert nodes[1].stats().tiers[1].tier == "remote"
+    for node in nodes:
+        node.close()
+
+
+def test_directory_that_is_over_its_capacity_is_swept(tmp_path: Path) -> None:
+    tiers = f"host:64KiB | shared:{tmp_path}/shared:40KiB"
+    node = KVManager(
+        Config.model_validate({"tiers": tiers, "prefault": False}), block_bytes=BLOCK_BYTES
+    )
+    for i in range(12):
+        save(node, ALICE, keys(i))
+    eventually(
+        lambda: sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()) <= 60 << 10,
+        "the directory is never swept",
+    )
+    node.close()
