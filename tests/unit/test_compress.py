@@ -178,16 +178,18 @@ def test_threads_do_not_share_a_compressor() -> None:
         list(pool.map(work, range(8)))
 
 
+AS_IT_IS_OF_VERSION_1 = (
+    "4b565a310002000006000000060000006162636465661eca7582010687fc74da79d1357fef10"
+)
+ZSTD_OF_VERSION_1 = (
+    "4b565a31010200003c0000001800000028b52ffd203c44000010616101000cc002f2000062010000"
+    "1c7983a6cb812d8fd7da8bf2bf9c57c0"
+)
+
+
 @pytest.mark.parametrize(
     ("frame", "value"),
-    [
-        ("4b565a310002000006000000060000006162636465661eca7582010687fc74da79d1357fef10", b"abcdef"),
-        (
-            "4b565a31010200003c0000001800000028b52ffd203c44000010616101000cc002f2000062010000"
-            + "1c7983a6cb812d8fd7da8bf2bf9c57c0",
-            b"ab" * 30,
-        ),
-    ],
+    [(AS_IT_IS_OF_VERSION_1, b"abcdef"), (ZSTD_OF_VERSION_1, b"ab" * 30)],
     ids=["as it is", "zstd"],
 )
 def test_a_frame_of_version_1_is_read(frame: str, value: bytes) -> None:
