@@ -104,6 +104,7 @@ def test_usage_counts_what_blocks_leave_of_their_slots() -> None:
     assert usage.padding_bytes == 4096 + 10 * 3192
     assert usage.padding_share == pytest.approx(36016 / 86016)
     host.close()
+    assert host.usage() == usage
 
 
 # -- huge pages ----------------------------------------------------------------------------------

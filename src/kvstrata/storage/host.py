@@ -83,11 +83,12 @@ class HostMemory:
         return memoryview(self.mapping.data[slot])[: self.block_bytes]
 
     def usage(self) -> HostUsage:
-        used_bytes = self.slots * self.block_bytes
+        """How the bytes are used; once closed nothing is backed."""
+        fd, total_bytes = self.mapping.fd, self.mapping.total_bytes
         return HostUsage(
-            backed_bytes=os.fstat(self.mapping.fd).st_blocks * 512,
-            total_bytes=self.mapping.total_bytes,
-            padding_bytes=self.mapping.total_bytes - used_bytes,
+            backed_bytes=os.fstat(fd).st_blocks * 512 if fd >= 0 else 0,
+            total_bytes=total_bytes,
+            padding_bytes=total_bytes - self.slots * self.block_bytes,
         )
 
     def prefault(self, progress: Callable[[int, int], None] | None = None) -> None:
