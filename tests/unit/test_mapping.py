@@ -86,7 +86,7 @@ def test_failed_mapping_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("mmap.mmap", refuse)
     with pytest.raises(ConfigError, match="Cannot allocate memory"):
         HostMapping.create(1, 4096, SERVER)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # those of earlier tests may go
 
 
 def _allocated_bytes(mapping: HostMapping) -> int:
