@@ -5,6 +5,8 @@ Stores with needs of their own, such as a server, run the suite in their own tes
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -230,3 +232,17 @@ class TestAllTogether(OverMemory):
         timed = TimedStore(CompressedStore(inner, 2), lambda *_: None)
         retry = RetryStore(timed, backoff_seconds=0.001)
         return BreakerStore(retry, failures=1, retry_seconds=0)
+
+
+def test_only_the_suite_needs_the_testing_extra_and_only_compression_zstandard() -> None:
+    program = (
+        "import importlib, pkgutil, sys, kvstrata.storage, kvstrata.manager\n"
+        "for package in (kvstrata.storage, kvstrata.manager):\n"
+        "    for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(found.name)\n"
+        "print(*{'pytest', 'hypothesis', 'zstandard', 'kvstrata.testing'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "\n"

@@ -1,0 +1,35 @@
+"""How long calls to the stores take, and how many bytes they move: the sink of ``TimedStore``."""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+# From a lookup in memory to a store that hangs.
+SECONDS_BUCKETS: Final = (
+    1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0
+)  # fmt: skip
+
+
+class OperationMetrics:
+    """Two metrics in *registry*, labelled by tier and operation, for any number of tiers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("tier", "operation")
+        self._seconds = Histogram(
+            "kvstrata_store_operation_seconds",
+            "Duration of calls to a store, each for a batch of blocks, failed ones included.",
+            labels,
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "kvstrata_store_operation_bytes_total",
+            "Bytes of the blocks that a store has read or newly stored.",
+            labels,
+            registry=registry,
+        )
+
+    def observe(self, tier: str, operation: str, seconds: float, moved_bytes: int) -> None:
+        """Count one call. Bind *tier* with ``functools.partial`` to make the sink of one store."""
+        self._seconds.labels(tier, operation).observe(seconds)
+        self._bytes.labels(tier, operation).inc(moved_bytes)

@@ -1,0 +1,37 @@
+"""Timed stores fill the histogram of their tier."""
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from kvstrata.observe.operations import OperationMetrics
+from kvstrata.storage.wrap import TimedStore
+from kvstrata.testing import MemoryStore
+
+
+def test_two_tiers_are_told_apart() -> None:
+    registry = CollectorRegistry()
+    metrics = OperationMetrics(registry)
+    ticks = iter([0.0, 0.002, 1.0, 1.5, 2.0, 2.1])
+    disk, remote = (
+        TimedStore(
+            MemoryStore(block_bytes=4, capacity_blocks=1),
+            partial(metrics.observe, tier),
+            clock=lambda: next(ticks),
+        )
+        for tier in ("disk", "remote")
+    )
+    disk.write([b"k" * 48], [None], [memoryview(b"abcd")])
+    remote.exists([b"k" * 48])
+    remote.remove([])
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvstrata_store_operation_{name}", labels)
+
+    assert value("bytes_total", tier="disk", operation="write") == 4
+    assert value("seconds_sum", tier="disk", operation="write") == 0.002
+    assert value("seconds_bucket", tier="disk", operation="write", le="0.001") == 0
+    assert value("seconds_bucket", tier="disk", operation="write", le="0.003") == 1
+    assert value("seconds_sum", tier="remote", operation="exists") == 0.5
+    assert value("bytes_total", tier="remote", operation="exists") == 0
+    assert value("seconds_count", tier="remote", operation="remove") == 1
