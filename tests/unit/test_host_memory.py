@@ -164,7 +164,7 @@ def test_huge_pages_of_the_whole_capacity_are_enough() -> None:
 def test_huge_pages_take_a_node() -> None:
     host = memory(huge_pages=True, numa_node=memory_nodes()[0])
     host.prefault()
-    assert f"prefer:{memory_nodes()[0]}" in _policy(host)
+    assert f"prefer:{memory_nodes()[0]}" in _policy(host.mapping)
     host.close()
 
 
@@ -179,9 +179,9 @@ def test_huge_pages_that_the_kernel_has_not_set_aside_are_an_error_that_says_how
 # -- NUMA ----------------------------------------------------------------------------------------
 
 
-def _policy(host: HostMemory) -> str:
-    """The line of the kernel about the mapping of *host* in this process."""
-    wanted = f"{host.mapping.address:x} "
+def _policy(mapping: HostMapping) -> str:
+    """The line of the kernel about *mapping* in this process."""
+    wanted = f"{mapping.address:x} "
     lines = Path("/proc/self/numa_maps").read_text().splitlines()
     return next(line for line in lines if line.startswith(wanted))
 
@@ -203,9 +203,12 @@ def test_memory_is_taken_from_the_node_that_is_asked_for() -> None:
     node = memory_nodes()[0]
     host = memory(numa_node=node)
     host.prefault()
-    line = _policy(host)
+    line = _policy(host.mapping)
     assert f"prefer:{node}" in line
     assert f"N{node}=769" in line  # pages: three slots and the table
+    theirs = HostMapping.from_fd(os.dup(host.mapping.fd), b"s", 3, MIB)
+    assert f"prefer:{node}" in _policy(theirs)  # a worker's mapping keeps to it
+    theirs.close()
     host.close()
 
 

@@ -44,8 +44,8 @@ class HostMemory:
         numa_node: int | None = None,
     ) -> None:
         """*huge_pages*: of 2 MiB, from those that the kernel has set aside; *capacity_bytes* is all
-        that it takes. *numa_node*: where the memory should come from. Raises ``ConfigError`` if the
-        machine has not got it.
+        that it takes. *numa_node*: where the memory should come from; of huge pages those that
+        ``prefault`` backs. Raises ``ConfigError`` if the machine has not got it.
         """
         if block_bytes < 1:
             raise ConfigError(f"a block of {block_bytes} bytes cannot be kept")

@@ -37,7 +37,8 @@ def _range(part: str) -> range:
 def prefer_node(address: int, length_bytes: int, node: int) -> None:
     """Take the pages there that have no memory yet from *node*, or elsewhere once it is full.
 
-    For shared memory that holds for whoever touches a page first. Both are of whole pages.
+    For shared memory that holds for whoever touches a page first; of huge pages, for this process
+    alone. Both are of whole pages.
     Raises ``ConfigError`` if there is no such node, or the kernel refuses.
     """
     if node not in (known := memory_nodes()):
