@@ -32,6 +32,7 @@ from rich.progress import Progress
 
 from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.disk_allocation import slot_path
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.journal import HAS_PARENT, PUT, RECORD, Journal, Replay
 from kvstrata.storage.superblock import load_superblock
@@ -62,46 +63,58 @@ class Turn:
 
 
 class Fio:
-    """fio on one preallocated file."""
+    """fio: writes to a file of its own, reads from the store's, so that neither is cached more."""
 
-    def __init__(self, folder: Path, file_bytes: int, depth: int) -> None:
-        self._file = folder / "fio.bin"
+    def __init__(self, folder: Path, store: Path, file_bytes: int, depth: int) -> None:
+        self._own = folder / "fio.bin"
+        self._slots = slot_path(store, 0)
         self._file_bytes = file_bytes
         self._depth = depth
-        self._call("write", 4 * MIB, file_bytes)  # every extent is written before it counts
+        # Every extent is written before it counts.
+        self._call(f"--filename={self._own}", "--rw=write", f"--bs={4 * MIB}")
 
     def measure(self, operation: str, block_bytes: int, turn_bytes: int) -> float:
         """Bytes a second in random block order."""
-        return self._call(f"rand{operation}", block_bytes, turn_bytes)
+        common = (f"--rw=rand{operation}", f"--bs={block_bytes}")
+        if operation == "read":
+            return self._call(
+                f"--filename={self._slots}",
+                "--readonly",
+                "--ioengine=io_uring",
+                f"--iodepth={self._depth}",
+                f"--io_size={turn_bytes}",
+                *common,
+            )
+        return self._call(
+            f"--filename={self._own}",
+            "--ioengine=psync",  # threads, because those wait for their fdatasync
+            "--thread",
+            f"--numjobs={self._depth}",
+            f"--io_size={turn_bytes // self._depth}",
+            f"--fdatasync={WRITE_PART_BYTES // block_bytes}",
+            f"--nice={WRITE_NICENESS}",
+            *common,
+        )
 
     def close(self) -> None:
-        self._file.unlink(missing_ok=True)
+        self._own.unlink(missing_ok=True)
 
-    def _call(self, pattern: str, block_bytes: int, moved_bytes: int) -> float:
+    def _call(self, *options: str) -> float:
         command = [
             "fio",
             "--name=bench",
-            f"--filename={self._file}",
             f"--size={self._file_bytes}",
-            f"--rw={pattern}",
-            f"--bs={block_bytes}",
             "--direct=1",
             f"--randseed={random.randrange(1 << 30)}",
             "--group_reporting",
             "--output-format=json",
+            *options,
         ]
-        if pattern == "randwrite":  # threads, because those wait for their fdatasync
-            command += ["--ioengine=psync", "--thread", f"--numjobs={self._depth}"]
-            command += [f"--io_size={moved_bytes // self._depth}", f"--nice={WRITE_NICENESS}"]
-            command += [f"--fdatasync={WRITE_PART_BYTES // block_bytes}"]
-        else:
-            command += ["--ioengine=io_uring", f"--iodepth={self._depth}"]
-            command += [f"--io_size={moved_bytes}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"fio failed:\n{done.stderr}{done.stdout}")
         (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-        return float(job["read" if "read" in pattern else "write"]["bw_bytes"])
+        return float(max(job[direction]["bw_bytes"] for direction in OPERATIONS))
 
 
 class Kvstrata:
@@ -110,7 +123,7 @@ class Kvstrata:
     def __init__(
         self, folder: Path, block_bytes: int, file_bytes: int, turn_bytes: int, depth: int
     ) -> None:
-        self._folder = folder / "store"
+        self._folder = folder
         self._block_bytes = block_bytes
         self._count = file_bytes // block_bytes
         self._batch_blocks = WRITE_BATCH_BYTES // block_bytes
@@ -274,8 +287,9 @@ def measure(options: argparse.Namespace) -> list[Turn]:
         progress(total) as advance,
     ):
         for block_bytes in BLOCK_BYTES:
-            fio = Fio(Path(folder), file_bytes, options.depth)
-            store = Kvstrata(Path(folder), block_bytes, file_bytes, turn_bytes, options.depth)
+            path = Path(folder, "store")
+            store = Kvstrata(path, block_bytes, file_bytes, turn_bytes, options.depth)
+            fio = Fio(Path(folder), path, file_bytes, options.depth)
             for repetition in range(options.repetitions + 1):
                 for operation in OPERATIONS:
                     turn = Turn(

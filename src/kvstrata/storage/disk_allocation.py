@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvstrata.storage.disk_files import exists, sync_directory
+from kvstrata.storage.disk_files import exists, remove_file, sync_directory
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.superblock import Superblock
 
@@ -51,14 +51,13 @@ def preallocate(
 
 
 def _allocate(system: FileSystem, path: Path, wanted_bytes: int, undo: ExitStack) -> bool:
-    existed = exists(system, path)
+    if exists(system, path):
+        undo.callback(_truncate, system, path, system.stat(path).st_size)
+    else:
+        undo.callback(remove_file, system, path)
     fd = system.open(path, os.O_RDWR | os.O_CREAT)
     try:
         found = system.fstat(fd)
-        if existed:
-            undo.callback(_truncate, system, path, found.st_size)
-        else:
-            undo.callback(system.unlink, path)
         if found.st_size >= wanted_bytes and found.st_blocks * 512 >= wanted_bytes:
             return False
         system.posix_fallocate(fd, 0, wanted_bytes)
