@@ -36,7 +36,7 @@ from kvstrata.storage.disk_allocation import slot_path
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.journal import HAS_PARENT, PUT, RECORD, Journal, Replay
 from kvstrata.storage.superblock import load_superblock
-from kvstrata.transfer.engine import TransferEngine
+from kvstrata.transfer.engine import TransferEngine, TransferLimits
 
 MIB: Final = 1 << 20
 BLOCK_BYTES: Final = (1 * MIB, 2 * MIB, 4 * MIB)
@@ -147,8 +147,7 @@ class Kvstrata:
             self._store,
             self._write_some,
             block_bytes=block_bytes,
-            read_threads=depth,
-            write_threads=depth,
+            limits=TransferLimits(read_threads=depth, write_threads=depth),
         )
         while len(self._digests) < self._count:
             self._write(min(len(self._buffers), self._count - len(self._digests)))

@@ -275,6 +275,11 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as knock:
+        return knock.connect_ex(str(path)) == 0
+
+
 def test_stopped_server_holds_nobody_and_goes_on_when_it_is_woken(path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from kvstrata.server.main import run_server;"
@@ -283,7 +288,7 @@ def test_stopped_server_holds_nobody_and_goes_on_when_it_is_woken(path: Path) ->
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)])
     try:
-        eventually(path.exists, "the server does not start")
+        eventually(lambda: listens(path), "the server does not start")
         client = observe(path, timeout_seconds=PATIENCE_SECONDS)
         process.send_signal(signal.SIGSTOP)
         eventually(lambda: state_of(process.pid) == "T", "it does not stop")
@@ -354,7 +359,7 @@ def test_descriptor_that_nobody_took_is_closed(path: Path) -> None:
         half = worker(path)
         assert memfds() - before
         half.close()
-    assert memfds() <= before
+    eventually(lambda: memfds() <= before, "a descriptor stays open")
 
 
 def test_descriptor_that_was_taken_is_the_callers(path: Path) -> None:

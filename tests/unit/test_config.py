@@ -75,7 +75,7 @@ def test_a_configuration_survives_json(config: Config) -> None:
 
 def test_the_defaults_are_these() -> None:
     assert Config().model_dump() == {
-        "tiers": ({"kind": "host", "capacity": "auto"},),
+        "tiers": ({"kind": "host", "capacity": "auto", "huge_pages": False, "numa_node": None},),
         "tokens_per_block": None,
         "server": "embedded",
         "socket": None,

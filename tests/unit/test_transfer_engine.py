@@ -10,7 +10,7 @@ from tests.caches import PATIENCE_SECONDS, eventually
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import Read, StoreKey
 from kvstrata.transfer import engine as subject
-from kvstrata.transfer.engine import TransferEngine
+from kvstrata.transfer.engine import TransferEngine, TransferLimits
 
 MIB = 1 << 20  # two of these are a batch of half the test's blocks
 
@@ -175,8 +175,7 @@ class TestSchedule:
             shelf,  # type: ignore[arg-type]  # reads only
             writer,
             block_bytes=MIB,
-            read_threads=1,
-            max_queued_bytes=5 * MIB,
+            limits=TransferLimits(read_threads=1, max_queued_bytes=5 * MIB),
         )
         fates = Fates()
         engine.read([b"a", b"b", b"c", b"d", b"e", b"f"], [memoryview(b"")] * 6, fates)
@@ -223,7 +222,7 @@ class TestSchedule:
             shelf,  # type: ignore[arg-type]  # reads only
             writer,
             block_bytes=MIB,
-            write_bytes_per_second=100 * MIB,
+            limits=TransferLimits(write_bytes_per_second=100 * MIB),
         )
         eventually(lambda: writer.called >= 20, "the writer does not write")
         assert time.monotonic() - started >= 0.18

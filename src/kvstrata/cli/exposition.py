@@ -58,6 +58,15 @@ class _Reports(Collector):
         off = GaugeMetricFamily(
             "kvstrata_tier_switched_off", "1 while its circuit breaker is open.", labels=by_tier
         )
+        backed = GaugeMetricFamily(
+            "kvstrata_tier_backed_bytes", "Bytes of host memory that are there.", labels=by_tier
+        )
+        padding = GaugeMetricFamily(
+            "kvstrata_tier_padding_bytes", "Bytes that blocks leave of their slots.", labels=by_tier
+        )
+        free_run = GaugeMetricFamily(
+            "kvstrata_tier_longest_free_run", "Free slots that lie side by side.", labels=by_tier
+        )
         running = GaugeMetricFamily(
             "kvstrata_running_tasks", "Loads and saves in flight.", labels=["server", "kind"]
         )
@@ -68,6 +77,10 @@ class _Reports(Collector):
                 used.add_metric(where, tier.used_blocks * tier.block_bytes)
                 waiting.add_metric(where, tier.waiting_blocks)
                 off.add_metric(where, int(tier.switched_off))
+                if tier.tier == "host":
+                    backed.add_metric(where, tier.backed_bytes)
+                    padding.add_metric(where, tier.padding_bytes)
+                    free_run.add_metric(where, tier.longest_free_run)
             running.add_metric([socket, "load"], report.running_gets)
             running.add_metric([socket, "save"], report.running_puts)
-        yield from (capacity, used, waiting, off, running)
+        yield from (capacity, used, waiting, off, backed, padding, free_run, running)

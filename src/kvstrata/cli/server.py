@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,31 @@ def server(
         for warning in check_machine(settings):
             _log.warning("%s", warning)
         size_bytes = None if block_bytes is None else parse_bytes(block_bytes)
-        run_server(settings, path, block_bytes=size_bytes)
+        on_prefault = _progress_bar() if sys.stderr.isatty() else None
+        run_server(settings, path, block_bytes=size_bytes, on_prefault=on_prefault)
+
+
+def _progress_bar() -> Callable[[int, int], None]:
+    """Draws on the terminal how much of host memory is there."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn("host memory"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("")
+
+    def advance(done_bytes: int, total_bytes: int) -> None:
+        bar.update(task, completed=done_bytes, total=total_bytes)
+        bar.start()
+        if done_bytes >= total_bytes:
+            bar.stop()
+
+    return advance
 
 
 def _socket_path(socket: Path) -> Path:

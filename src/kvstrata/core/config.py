@@ -97,6 +97,19 @@ class HostTier(BaseModel):
         description="Bytes of host memory. `auto`: 25 % of the memory available, at most 64 GiB.",
         examples=["8GiB"],
     )
+    huge_pages: bool = Field(
+        default=False,
+        description=(
+            "Take pages of 2 MiB, which the operator has set aside with `vm.nr_hugepages`: "
+            "the memory is there eight times as fast at the start."
+        ),
+        examples=["true"],
+    )
+    numa_node: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)] | None = Field(
+        default=None,
+        description="Number of the NUMA node that the memory should come from. Unset: any.",
+        examples=["0"],
+    )
 
 
 class DiskTier(BaseModel):
@@ -119,6 +132,34 @@ class DiskTier(BaseModel):
     capacity: Annotated[int, BeforeValidator(parse_bytes)] = Field(
         description="Bytes of disk, in all directories together.",
         examples=["200GiB"],
+    )
+    max_blocks_per_file: Count = Field(
+        default=32000,
+        description="Most blocks in one file. Fixed when the directory is made.",
+        examples=["32000"],
+    )
+    discard: bool = Field(
+        default=False,
+        description=(
+            "Give the room of dropped blocks back to the file system at once (TRIM); writing them "
+            "again then costs more."
+        ),
+        examples=["true"],
+    )
+    read_threads: Count = Field(
+        default=4,
+        description="Reads of up to 4 MiB that are under way at the same time.",
+        examples=["4"],
+    )
+    write_threads: Count = Field(
+        default=4,
+        description="Writes of up to 4 MiB that are under way at the same time.",
+        examples=["4"],
+    )
+    write_bytes_per_second: Annotated[int, BeforeValidator(parse_bytes)] | None = Field(
+        default=None,
+        description="Bytes a second that are written on average. Unset: as many as the disk takes.",
+        examples=["500MiB"],
     )
 
 
@@ -387,8 +428,14 @@ def _one_line(fault: Mapping[str, Any]) -> str:
 
 
 def pipeline_string(tiers: tuple[Tier, ...]) -> str:
-    """Return the pipeline string that says *tiers*."""
-    return " | ".join(_segment(tier) for tier in tiers)
+    """Return the pipeline string that says *tiers*; what it cannot say is a ConfigError."""
+    text = " | ".join(_segment(tier) for tier in tiers)
+    if Config.model_validate({"tiers": text}).tiers != tiers:
+        raise ConfigError(
+            f"{text!r} does not say all of these tiers",
+            hint="give the tiers as a list of mappings",
+        )
+    return text
 
 
 def _segment(tier: Tier) -> str:

@@ -14,13 +14,14 @@ from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe import metrics
 from kvstrata.storage.store import NamespacedStore
 from kvstrata.storage.wrap import BreakerStore
-from kvstrata.transfer.engine import TransferEngine
+from kvstrata.transfer.engine import TransferEngine, TransferLimits
 from kvstrata.transfer.finder import Finder
 
 _log = logging.getLogger(__name__)
 
 _WRITE_BATCH_BYTES: Final = 32 << 20  # some parts for each of the threads that write
 _DRAIN_POLL_SECONDS: Final = 0.005
+_HUNG_SECONDS: Final = 10.0  # a call that takes longer counts as a failure
 _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
 
@@ -38,6 +39,7 @@ class Cascade:
         cache: Residency,
         lock: threading.Condition,
         *,
+        limits: TransferLimits = TransferLimits(),  # noqa: B008 - immutable
         upkeep: Callable[[], object] | None = None,
     ) -> None:
         """*upkeep* is called every few seconds, on the writer's thread."""
@@ -49,13 +51,13 @@ class Cascade:
         self._upkeep = upkeep
         self._next_upkeep = 0.0
         self._block_bytes = store.statistics().block_bytes
-        self._store = BreakerStore(store)
+        self._store = BreakerStore(store, slow_seconds=_HUNG_SECONDS)
         self._write_lock = threading.Lock()  # held while a batch is on its way to the store
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: list[NamespaceId] = []
         self._finder = Finder(self._store)
         self._transfer = TransferEngine(
-            self._store, self._write_some, block_bytes=self._block_bytes
+            self._store, self._write_some, block_bytes=self._block_bytes, limits=limits
         )
 
     def wake(self) -> None:

@@ -4,9 +4,9 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvstrata.core.config import Config
+from kvstrata.core.config import Config, DiskTier
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.types import BlockKey, NamespaceId, StoreKey
 from kvstrata.index.prefix_index import NO_SLOT
@@ -29,12 +29,15 @@ from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.shared_fs import SharedFsStore
 from kvstrata.storage.store import NamespacedStore
+from kvstrata.transfer.engine import TransferLimits
 
 _log = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 60.0  # plus the time to load: then a get loses its leases
 _KEPT_NAMESPACES = 256  # whose parts are shown; each reset of an engine names a new one
 _KEPT_RESULTS = 4096  # ended tasks whose state can still be asked for
+
+OnPrefault = Callable[[int, int], None]
 
 
 class KVManager:
@@ -46,11 +49,18 @@ class KVManager:
     """
 
     def __init__(
-        self, config: Config, *, block_bytes: int, remote: NamespacedStore | None = None
+        self,
+        config: Config,
+        *,
+        block_bytes: int,
+        remote: NamespacedStore | None = None,
+        on_prefault: OnPrefault | None = None,
     ) -> None:
         """Open the tiers of *config*; *remote* is a store to use as remote tier instead of its.
 
-        Raises ``ConfigError`` if one cannot be opened, and has then opened none.
+        Host memory is backed in the background; *on_prefault* hears of it, on that thread: bytes
+        done, bytes in all. Raises ``ConfigError`` if a tier cannot be opened, and has then opened
+        none.
         """
         self.block_bytes = block_bytes
         self.counters = metrics.Counters()
@@ -69,7 +79,9 @@ class KVManager:
         self._lower: dict[LowerTier, Cascade] = {}
         if disk is not None:
             self._cache.restore(disk.data.blocks())
-            self._lower["disk"] = Cascade("disk", disk.data, self._cache, self._lock)
+            self._lower["disk"] = Cascade(
+                "disk", disk.data, self._cache, self._lock, limits=_limits_of(config.disk_tier)
+            )
         if below is not None:
             upkeep = below.data.sweep if isinstance(below.data, SharedFsStore) else None
             self._lower["remote"] = Cascade(
@@ -91,7 +103,9 @@ class KVManager:
             lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
         )
         if config.prefault:
-            threading.Thread(target=self._prefault, name="kvstrata-prefault", daemon=True).start()
+            threading.Thread(
+                target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
+            ).start()
 
     # -- who is there ------------------------------------------------------------------------
 
@@ -333,7 +347,18 @@ class KVManager:
         """Usage of each tier, counters, and what is known of namespaces and engines."""
         with self._lock:
             cache, memory = self._cache, self._memory
-            tiers = [TierReport("host", memory.slots, cache.host_used, self.block_bytes)]
+            usage = memory.usage()
+            tiers = [
+                TierReport(
+                    "host",
+                    memory.slots,
+                    cache.host_used,
+                    self.block_bytes,
+                    backed_bytes=usage.backed_bytes,
+                    padding_bytes=usage.padding_bytes,
+                    longest_free_run=cache.longest_free_run(),
+                )
+            ]
             tiers += [lower.report() for lower in self._lower.values()]
             return CacheReport(
                 server_id=self.server_id.hex(),
@@ -418,8 +443,18 @@ class KVManager:
 
     # -- inside, without the lock ------------------------------------------------------------
 
-    def _prefault(self) -> None:
+    def _prefault(self, progress: OnPrefault | None) -> None:
         try:
-            self._memory.prefault()
+            self._memory.prefault(progress)
         except (OSError, ValueError) as e:
             _log.warning("host memory could not be prefaulted: %s", e)
+
+
+def _limits_of(tier: DiskTier | None) -> TransferLimits:
+    if tier is None:
+        return TransferLimits()
+    return TransferLimits(
+        read_threads=tier.read_threads,
+        write_threads=tier.write_threads,
+        write_bytes_per_second=tier.write_bytes_per_second,
+    )

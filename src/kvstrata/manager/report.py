@@ -8,8 +8,11 @@ class TierReport(msgspec.Struct):
     capacity_blocks: int
     used_blocks: int
     block_bytes: int
-    waiting_blocks: int = 0  # disk: blocks in host memory that are not on disk yet
+    waiting_blocks: int = 0  # below host memory: blocks there that this tier has not got yet
     switched_off: bool = False  # by its circuit breaker
+    backed_bytes: int = 0  # host: of the tier that have memory behind them
+    padding_bytes: int = 0  # host: what blocks leave of their slots, in all slots
+    longest_free_run: int = 0  # host: free slots that lie side by side
 
 
 class NamespaceReport(msgspec.Struct):

@@ -47,6 +47,10 @@ class Residency:
     def host_used(self) -> int:
         return self._slots.capacity - self._slots.free
 
+    def longest_free_run(self) -> int:
+        """Free host slots that lie side by side."""
+        return self._slots.longest_free_run
+
     @property
     def disk_used(self) -> int:
         return len(self._disk)

@@ -13,6 +13,7 @@ import msgspec
 
 from kvstrata.core.config import Config, config_from_json
 from kvstrata.core.errors import KVStrataError
+from kvstrata.manager.manager import OnPrefault
 from kvstrata.server.server import Server
 
 _log = logging.getLogger(__name__)
@@ -39,10 +40,16 @@ class ChildReady(msgspec.Struct):
     hint: str | None = None
 
 
-def run_server(config: Config, path: Path, *, block_bytes: int | None = None) -> None:
+def run_server(
+    config: Config,
+    path: Path,
+    *,
+    block_bytes: int | None = None,
+    on_prefault: OnPrefault | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT."""
     sys.setswitchinterval(_SWITCH_SECONDS)
-    server = Server(config, path, block_bytes=block_bytes)
+    server = Server(config, path, block_bytes=block_bytes, on_prefault=on_prefault)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     _log.info("ready at %s", path)

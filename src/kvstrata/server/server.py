@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, KVStrataError, ProtocolError
-from kvstrata.manager.manager import KVManager
+from kvstrata.manager.manager import KVManager, OnPrefault
 from kvstrata.manager.tasks import TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server import sockets
@@ -30,7 +30,15 @@ class Server:
     an engine with another one is refused.
     """
 
-    def __init__(self, config: Config, path: Path, *, block_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        path: Path,
+        *,
+        block_bytes: int | None = None,
+        on_prefault: OnPrefault | None = None,
+    ) -> None:
+        self._on_prefault = on_prefault
         self.config = config
         self.path = path
         self._lock = threading.Lock()  # guards the two below
@@ -53,7 +61,9 @@ class Server:
         """The manager; raises ``ConfigError`` if *block_bytes* is not what it was opened with."""
         with self._lock:
             if self._manager is None:
-                self._manager = KVManager(self.config, block_bytes=block_bytes)
+                self._manager = KVManager(
+                    self.config, block_bytes=block_bytes, on_prefault=self._on_prefault
+                )
             elif self._manager.block_bytes != block_bytes:
                 raise ConfigError(
                     f"blocks of {block_bytes} bytes do not fit this server, whose blocks take "

@@ -54,8 +54,6 @@ class StorageEngine:
         tiers: Sequence[Tier],
         *,
         remote: NamespacedStore | None = None,
-        huge_pages: bool = False,
-        numa_node: int | None = None,
     ) -> None:
         """*block*: the KV groups of a block, or its bytes where nobody looks inside. How many
         blocks a tier holds is for *tiers* to say, not for ``num_block``.
@@ -82,11 +80,11 @@ class StorageEngine:
         with ExitStack() as undo:
             undo.callback(self.close)
             memory = HostMemory(
-                capacity_bytes=_capacity_bytes(host, huge_pages=huge_pages),
+                capacity_bytes=_capacity_bytes(host),
                 block_bytes=self.block_bytes,
                 server_id=secrets.token_bytes(16),
-                huge_pages=huge_pages,
-                numa_node=numa_node,
+                huge_pages=host.huge_pages,
+                numa_node=host.numa_node,
             )
             self._add(DeviceType.HOST, memory, memory.slots)
             if disk is not None:
@@ -183,7 +181,13 @@ class StorageEngine:
 
 
 def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
-    return DiskStore(tier.paths, block_bytes=block_bytes, capacity_bytes=tier.capacity)
+    return DiskStore(
+        tier.paths,
+        block_bytes=block_bytes,
+        capacity_bytes=tier.capacity,
+        max_blocks_per_file=tier.max_blocks_per_file,
+        discard=tier.discard,
+    )
 
 
 def open_shared(tier: SharedTier, block_bytes: int) -> SharedFsStore:
@@ -202,9 +206,9 @@ def _unlink_files(directory: Path) -> None:
         os.close(lock)
 
 
-def _capacity_bytes(tier: HostTier, *, huge_pages: bool) -> int:
+def _capacity_bytes(tier: HostTier) -> int:
     """Huge pages that are set aside do not count as available memory: mapping them tells."""
-    if huge_pages and tier.capacity != "auto":
+    if tier.huge_pages and tier.capacity != "auto":
         return tier.capacity
     return resolve_host_capacity(tier)
 

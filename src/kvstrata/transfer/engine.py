@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.types import Read, StoreKey, Write
@@ -31,6 +32,15 @@ _YIELD_SECONDS = 0.5  # a write waits for reads so long at most: they may never 
 Done = Callable[[int, Sequence[Read | None]], None]
 
 
+class TransferLimits(NamedTuple):
+    """How much is asked of a store at a time."""
+
+    read_threads: int = 4  # the depth of the queue at the disk
+    write_threads: int = 4
+    max_queued_bytes: int = 4 << 30  # reads beyond, waiting and running, are not asked for
+    write_bytes_per_second: float | None = None  # on average; None: no limit
+
+
 class TransferEngine:
     """Reads on demand, writes in the background.
 
@@ -40,33 +50,24 @@ class TransferEngine:
     starts no write while a read waits or runs, except one each half second.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a setting
+    def __init__(
         self,
         store: Store,
         write_some: Callable[[], int],
         *,
         block_bytes: int,
-        read_threads: int = 4,
-        write_threads: int = 4,
-        max_queued_bytes: int = 4 << 30,
-        write_bytes_per_second: float | None = None,
+        limits: TransferLimits = TransferLimits(),  # noqa: B008 - immutable
     ) -> None:
-        """*read_threads* and *write_threads* are the depths of the queues at the disk.
-
-        Reads beyond *max_queued_bytes*, waiting and running together, are not asked for.
-        Writes are held to *write_bytes_per_second* on average, without a limit if None.
-        """
         self._store = store
         self._write_some = write_some
         self._block_bytes = block_bytes
         self._batch_blocks = max(1, _READ_BATCH_BYTES // block_bytes)
-        self._max_queued_bytes = max_queued_bytes
-        self._write_bytes_per_second = write_bytes_per_second
+        self._limits = limits
         self._queued_bytes = 0
         self._no_reads = threading.Condition()  # guards _queued_bytes
-        self._readers = ThreadPoolExecutor(read_threads, thread_name_prefix="kvstrata-read")
+        self._readers = ThreadPoolExecutor(limits.read_threads, thread_name_prefix="kvstrata-read")
         self._writers = ThreadPoolExecutor(
-            write_threads, thread_name_prefix="kvstrata-write", initializer=_lower_priority
+            limits.write_threads, thread_name_prefix="kvstrata-write", initializer=_lower_priority
         )
         self._work = threading.Event()
         self._closing = threading.Event()
@@ -122,7 +123,7 @@ class TransferEngine:
         """Give a part to the I/O threads, unless too much waits already or they are gone."""
         part_bytes = len(keys) * self._block_bytes
         with self._no_reads:
-            if self._queued_bytes + part_bytes > self._max_queued_bytes:
+            if self._queued_bytes + part_bytes > self._limits.max_queued_bytes:
                 return False
             try:
                 self._readers.submit(self._read_part, keys, buffers, start, done)
@@ -161,8 +162,8 @@ class TransferEngine:
                 written_bytes = 0
             if not written_bytes:
                 self._work.wait(_RETRY_SECONDS)
-            elif self._write_bytes_per_second is not None:
-                due = started + written_bytes / self._write_bytes_per_second
+            elif self._limits.write_bytes_per_second is not None:
+                due = started + written_bytes / self._limits.write_bytes_per_second
                 self._closing.wait(max(0.0, due - time.monotonic()))
 
 
