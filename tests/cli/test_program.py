@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from kvstrata import __version__
 from kvstrata.cli.main import app
 
-COMMANDS = ["serve", "server", "stats", "inspect", "doctor", "demo"]
+COMMANDS = ["serve", "server", "stats", "inspect", "doctor", "check", "demo"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstrata import __version__
+from kvstrata.cli.check import check
 from kvstrata.cli.demo import demo
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.inspect import inspect
@@ -26,6 +27,7 @@ app.command()(server)
 app.command()(stats)
 app.command()(inspect)
 app.command()(doctor)
+app.command()(check)
 app.command()(demo)
 
 

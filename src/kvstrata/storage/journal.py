@@ -88,6 +88,8 @@ class Replay:
     generation: int = 1  # of the next block written; above all that were used
     compact: bool = False  # every record is valid and none is outdated
     lost: int = 0  # blocks that had to be taken out of puts
+    damaged: int = 0  # records before the last valid one that had to be skipped
+    torn_bytes: int = 0  # after the last valid record
 
 
 def load_journal(system: FileSystem, directory: Path, store_id: bytes) -> Replay:
@@ -107,15 +109,13 @@ def load_journal(system: FileSystem, directory: Path, store_id: bytes) -> Replay
     records = np.frombuffer(body, RECORD)
     valid = _intact(body) & (records["sequence"] - np.uint64(replay.sequence) == np.arange(count))
     replay.records = int(np.max(np.flatnonzero(valid), initial=-1)) + 1
-    damaged = int(np.count_nonzero(~valid[: replay.records]))
-    if damaged:
-        _log.warning("%s: skipped %d damaged records", path, damaged)
+    replay.damaged = int(np.count_nonzero(~valid[: replay.records]))
+    replay.torn_bytes = len(data) - _HEADER_BYTES - RECORD_BYTES * replay.records
+    if replay.damaged:
+        _log.warning("%s: skipped %d damaged records", path, replay.damaged)
     _apply(path, records if valid.all() else records[valid], replay)
     replay.sequence += replay.records
-    replay.compact = (
-        len(replay.puts) == replay.records
-        and body.nbytes == (len(data) - _HEADER_BYTES) == RECORD_BYTES * replay.records
-    )
+    replay.compact = len(replay.puts) == replay.records and not replay.torn_bytes
     return replay
 
 
