@@ -38,7 +38,7 @@ def _directory_of_another_version(folder: Path) -> Path:
     KVManager(config, block_bytes=4096).close()
     with (disk / "kvstrata.superblock").open("r+b") as superblock:
         superblock.seek(8)  # docs/on-disk-format.md
-        superblock.write(b"\2")
+        superblock.write(b"\7")
     return disk
 
 
@@ -71,7 +71,7 @@ def test_bad_settings_stop_the_engine_with_a_message(
         ),
         "later": (
             {"tiers": f"host:64MiB | disk:{later}:16MiB"},
-            [str(later), "has format version 2, this release reads version 1", "hint:"],
+            [str(later), "has format version 7, this release reads version 2", "hint:"],
         ),
         "huge": ({"tiers": "host:100TiB"}, ["the host tier wants 100.0 TiB", "hint:"]),
         "theirs": (
