@@ -30,7 +30,7 @@ class CodedStore(ABC):
         self._frame_bytes = inner.statistics().block_bytes
         self._part = max(1, _SCRATCH_BYTES // self._frame_bytes)
         self._lock = threading.Lock()  # guards the two below
-        self._idle_frames: list[memoryview] = []
+        self._idle_frames: list[memoryview] = []  # as many as were ever used at once
         self._corrupt_blocks = 0
 
     @abstractmethod
@@ -115,7 +115,7 @@ class CodedStore(ABC):
             yield frames
         finally:
             with self._lock:
-                self._idle_frames = (self._idle_frames + frames)[: self._part]
+                self._idle_frames += frames
 
     def _check_lengths(self, buffers: Sequence[memoryview]) -> None:
         shortest = 1 if self._variable else self._block_bytes

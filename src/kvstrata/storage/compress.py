@@ -83,7 +83,7 @@ class CompressedStore(CodedStore):
     def _decode(self, frame: memoryview, block: memoryview) -> bool:
         magic, method, element_bytes, _, length, payload_bytes = _HEADER.unpack_from(frame)
         end = _HEADER.size + payload_bytes
-        if magic != _MAGIC or method > _ZSTD_OF_PLANES or end + DIGEST_BYTES > frame.nbytes:
+        if magic != _MAGIC or method > _ZSTD_OF_PLANES:
             return False
         if not is_sealed(frame[: end + DIGEST_BYTES]):
             return False

@@ -28,6 +28,7 @@ _MAGIC: Final = b"KVQ1"
 _HEADER: Final = struct.Struct("<4sBBHI")
 _RUN: Final = 4096 * GROUP  # elements at a time: bounds the temporaries to about 2 MiB
 _LARGEST_CODE: Final = 126
+_LEAST_EXPONENT: Final = -126  # the power of two and its inverse are normal numbers
 _INFINITY, _MINUS_INFINITY, _NAN = 127, -127, -128
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -40,17 +41,14 @@ class _Element(NamedTuple):
     bits: type[np.unsignedinteger[Any]]  # an unsigned integer of its size
     sign_mask: int  # what is left of the bits without the sign
     infinity: int  # its bits; greater ones, but for the sign, are NaN
-    least_exponent: int  # below it a code times the power of two would not be exact
     greatest_exponent: int  # here code 64 stands for the largest number, which it exceeds
     largest: float
 
 
 _ELEMENTS: Final[dict[ElementType, _Element]] = {
-    "bfloat16": _Element(1, np.uint16, 0x7FFF, 0x7F80, -126, 122, float.fromhex("0x1.fep127")),
-    "float16": _Element(2, np.uint16, 0x7FFF, 0x7C00, -24, 10, 65504.0),
-    "float32": _Element(
-        3, np.uint32, 0x7FFFFFFF, 0x7F800000, -126, 122, float.fromhex("0x1.fffffep127")
-    ),
+    "bfloat16": _Element(1, np.uint16, 0x7FFF, 0x7F80, 122, float.fromhex("0x1.fep127")),
+    "float16": _Element(2, np.uint16, 0x7FFF, 0x7C00, 10, 65504.0),
+    "float32": _Element(3, np.uint32, 0x7FFFFFFF, 0x7F800000, 122, float.fromhex("0x1.fffffep127")),
 }
 
 
@@ -78,7 +76,7 @@ class QuantizedStore(CodedStore):
     *inner* holds blocks of ``quantized_bytes(block_bytes, element_type)``. A group of 64
     neighbouring elements x becomes y with ``abs(x - y) <= 2**exponent / 2``, where the largest
     finite ``abs(x)`` of the group, if not 0, is at least ``63 * 2**exponent``; but no exponent is
-    below -126, or -24 for fp16. Infinities and NaN come back as such; minus zero as zero.
+    below -126. Infinities and NaN come back as such; minus zero as zero.
     The same block always gives the same bytes, and what was read once is kept without further
     loss. Blocks are plain arrays of elements in any order: nothing is assumed of their layout.
 
@@ -139,7 +137,7 @@ def _quantize_run(bits: _Array, exponents: _Array, codes: _Array, kind: ElementT
         return
     fraction, exponent = np.frexp(_to_float32(largest, kind))
     exponent += np.where(fraction * 128 > _LARGEST_CODE + 0.5, -6, -7)
-    exponents[:] = np.maximum(exponent, element.least_exponent)
+    exponents[:] = np.maximum(exponent, _LEAST_EXPONENT)
     values = _to_float32(bits, kind)
     values *= np.ldexp(np.float32(1), -exponents.astype(np.int32))[:, None]
     np.rint(values, out=values)
