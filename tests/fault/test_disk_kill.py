@@ -3,64 +3,106 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from kvstrata.core.types import Read, StoreKey
+import pytest
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
+from kvstrata.storage import journal
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.disk_check import check_store
 
-BLOCK_BYTES = 65536
+BLOCK_BYTES = 16384
 SLOTS = 64
-KILLS = 8
-WAIT_SECONDS = 30
+KILLS = 200
+KILLS_OF_A_STORE = 10
+LONGEST_LIFE_SECONDS = 0.15
+NAMESPACES = (b"a" * 16, b"b" * 16)
 
-# Writes, removes and drops at random; prints "* key" before a write, "+ key" when it is stored,
-# "? prefix" before all keys with a prefix are removed or dropped, "! prefix" when they are gone.
-# One thread per namespace, so that the lines of one namespace are in order.
-_CHILD = """
-import os, random, sys, threading
-from pathlib import Path
-from kvstrata.core.types import Write
-from kvstrata.storage.disk import DiskStore
 
-store = DiskStore([Path(sys.argv[1])], block_bytes=65536, capacity_bytes=64 * (65536 + 4096),
-                  max_blocks_per_file=20)
+def make(paths: Sequence[Path]) -> DiskStore:
+    return DiskStore(
+        paths,
+        block_bytes=BLOCK_BYTES,
+        capacity_bytes=SLOTS * (BLOCK_BYTES + 4096),
+        max_blocks_per_file=20,
+    )
 
-def say(mark, name):
-    os.write(1, f"{mark} {name.hex()}\\n".encode())
 
-def work(namespace):
-    choose = random.Random()
+def content(key: StoreKey) -> bytes:
+    return (key * (BLOCK_BYTES // len(key) + 1))[:BLOCK_BYTES]
+
+
+def live(paths: Sequence[Path], diary: int, seed: int) -> NoReturn:
+    """Open the store and use it in a thread for each namespace until killed."""
+    journal.COMPACT_RECORDS, journal.COMPACT_FACTOR = 48, 1  # type: ignore[misc] # often, here
+    store = make(paths)
+    for namespace in NAMESPACES:
+        threading.Thread(target=work, args=(store, namespace, diary, seed)).start()
     while True:
-        keys = [namespace + choose.randbytes(1) * 32 for _ in range(choose.randrange(1, 9))]
-        for key in keys:
-            say("*", key)
-        buffers = [memoryview((key * 1366)[:65536]) for key in keys]
-        for key, fate in zip(keys, store.write(keys, [None] * len(keys), buffers)):
-            if fate is not Write.FULL:
-                say("+", key)
-        for key in choose.sample(keys, len(keys) // 2):
-            say("?", key)
-            store.remove([key])
-            say("!", key)
-        if choose.random() < 0.05:
-            say("?", namespace)
-            store.drop_namespace(namespace)
-            say("!", namespace)
+        signal.pause()
 
-for namespace in (b"a" * 16, b"b" * 16):
-    threading.Thread(target=work, args=(namespace,)).start()
-"""
+
+def work(store: DiskStore, namespace: NamespaceId, diary: int, seed: int) -> NoReturn:
+    """Write, remove, drop and compact; tell *diary* before and after each call.
+
+    "* key" before a write, "+ key" when it is stored, "? prefix" before all keys with a prefix
+    are removed or dropped, "! prefix" when they are gone.
+    """
+    choose = random.Random(seed + namespace[0])
+
+    def say(mark: str, name: bytes) -> None:
+        os.write(diary, f"{mark} {name.hex()}\n".encode())
+
+    try:
+        while True:
+            keys = [namespace + choose.randbytes(1) * 32 for _ in range(choose.randrange(1, 9))]
+            for key in keys:
+                say("*", key)
+            fates = store.write(keys, [None] * len(keys), [memoryview(content(k)) for k in keys])
+            for key, fate in zip(keys, fates, strict=True):
+                if fate is not Write.FULL:
+                    say("+", key)
+            for key in choose.sample(keys, len(keys) // 2):
+                say("?", key)
+                store.remove([key])
+                say("!", key)
+            if choose.random() < 0.05:
+                say("?", namespace)
+                store.drop_namespace(namespace)
+                say("!", namespace)
+    finally:
+        os._exit(3)  # this thread has failed
+
+
+def run_and_kill(paths: Sequence[Path], diary: Path, seed: int, life_seconds: float) -> list[str]:
+    """What a child wrote into *diary* that was killed after *life_seconds*."""
+    with diary.open("wb") as lines:
+        child = os.fork()
+        if child == 0:
+            try:
+                live(paths, lines.fileno(), seed)
+            finally:
+                os._exit(2)  # whatever happens, no second pytest goes on from here
+    time.sleep(life_seconds)  # the moment of the kill
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), f"the child ended by itself with status {status}"
+    return diary.read_text().splitlines()
 
 
 class Ledger:
     """What the lines of a child say: keys that must be there, and keys that may be."""
 
-    def __init__(self) -> None:
-        self.certain: set[StoreKey] = set()
-        self.possible: set[StoreKey] = set()
+    def __init__(self, certain: set[StoreKey], calls: int = 0) -> None:
+        self.certain = certain
+        self.possible = set(certain)
+        self.calls = calls
 
     def read(self, line: str) -> None:
         mark, text = line.split()
@@ -69,52 +111,84 @@ class Ledger:
             self.possible.add(name)
         elif mark == "+":
             self.certain.add(name)
+            self.calls += 1
         elif mark == "?":
             self.certain = {key for key in self.certain if not key.startswith(name)}
         else:
             self.possible = {key for key in self.possible if not key.startswith(name)}
+            self.calls += 1
 
 
-def run_and_kill(path: Path, after_lines: int) -> list[str]:
-    """The complete lines of a child that was killed when it had printed *after_lines*."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as child:
-        assert child.stdout is not None
-        deadline = threading.Timer(WAIT_SECONDS, child.kill)
-        deadline.start()
-        lines = [child.stdout.readline() for _ in range(after_lines)]
-        child.send_signal(signal.SIGKILL)
-        lines += child.stdout.readlines()
-        deadline.cancel()
-    assert child.returncode == -signal.SIGKILL
-    return [line for line in lines if line.endswith("\n")]
+def read_all(store: DiskStore) -> dict[StoreKey, bytes]:
+    """Every block that the store has, and no block is damaged."""
+    found = [block.key for block in store.blocks()]
+    buffers = [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in found]
+    assert store.read_into(found, buffers) == [Read.HIT] * len(found)
+    return {key: bytes(buffer) for key, buffer in zip(found, buffers, strict=True)}
 
 
-def test_every_acknowledged_block_survives_kills_and_nothing_wrong_is_served(
+def test_every_acknowledged_block_survives_200_kills_and_nothing_wrong_is_served(
     tmp_path: Path,
 ) -> None:
     choose = random.Random(20)
-    ledger = Ledger()
-    for _ in range(KILLS):
-        for line in run_and_kill(tmp_path / "store", choose.randrange(1, 250)):
+    diary = tmp_path / "diary"
+    kept: set[StoreKey] = set()
+    certain = served = wrong = torn = stored_or_gone = 0
+    for number in range(KILLS):
+        if number % KILLS_OF_A_STORE == 0:
+            kept = set()
+        paths = [tmp_path / str(number // KILLS_OF_A_STORE) / side for side in ("one", "two")]
+        ledger = Ledger(kept)
+        for line in run_and_kill(
+            paths, diary, number, choose.random() ** 1.5 * LONGEST_LIFE_SECONDS
+        ):
             ledger.read(line)
-        store = DiskStore(
-            [tmp_path / "store"],
+        if all((path / "kvstrata.superblock").exists() for path in paths):
+            report = check_store(paths)
+            assert not report.damaged_blocks
+            assert not report.lost_blocks
+            torn += report.torn_bytes > 0
+        store = make(paths)
+        found = read_all(store)
+        assert found.keys() <= ledger.possible
+        assert store.statistics().corrupt_blocks == 0
+        store.close()
+        certain += len(ledger.certain)
+        served += len(ledger.certain & found.keys())
+        wrong += sum(block != content(key) for key, block in found.items())
+        stored_or_gone += ledger.calls
+        kept = set(found)
+    print(  # noqa: T201 - pytest -rP shows it
+        f"{KILLS} kills after {stored_or_gone} blocks stored or removed: {served} of {certain} "
+        f"acknowledged blocks served, {torn} journals torn, wrong blocks served: {wrong}"
+    )
+    assert wrong == 0
+    assert served == certain > KILLS
+
+
+def test_a_second_process_is_refused_while_the_first_lives_and_not_after_its_death(
+    tmp_path: Path,
+) -> None:
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _store = make([tmp_path])  # held until the kill
+            os.write(told, b"!")
+            time.sleep(60)  # until killed
+        finally:
+            os._exit(2)
+    assert os.read(ready, 1) == b"!"
+    for end in (ready, told):
+        os.close(end)
+    with pytest.raises(ConfigError, match=f"in use by process {child}"):
+        DiskStore(
+            [tmp_path],
             block_bytes=BLOCK_BYTES,
             capacity_bytes=SLOTS * (BLOCK_BYTES + 4096),
             max_blocks_per_file=20,
-            lock_timeout_seconds=10,
+            lock_timeout_seconds=0,
         )
-        found = [block.key for block in store.blocks()]
-        assert ledger.certain <= set(found) <= ledger.possible
-        buffers = [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in found]
-        assert store.read_into(found, buffers) == [Read.HIT] * len(found)
-        for key, buffer in zip(found, buffers, strict=True):
-            assert buffer == (key * 1366)[:BLOCK_BYTES]
-        assert store.statistics().corrupt_blocks == 0
-        store.close()
-        ledger.certain, ledger.possible = set(found), set(found)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    make([tmp_path]).close()
