@@ -703,6 +703,16 @@ def test_prefault_in_the_background_ends_quietly_when_the_cache_closes_first() -
     )
 
 
+def test_report_says_how_long_the_disk_took(tmp_path: Path) -> None:
+    manager = KVManager(config(8, tmp_path), block_bytes=BLOCK_BYTES)
+    save(manager, ALICE, keys(0, 0))
+    drained(manager)
+    (writes,) = [o for o in manager.stats().operations if o.operation == "write"]
+    assert (writes.tier, writes.moved_bytes, max(writes.within)) == ("disk", 8192, writes.calls)
+    assert writes.seconds > 0
+    manager.close()
+
+
 def test_report_says_what_there_is(managers: list[KVManager], tmp_path: Path) -> None:
     manager = open_(managers, 4, tmp_path)
     manager.register_namespace(ALICE, {"model": "m"})

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvstrata.observe.operations import OperationMetrics
@@ -35,3 +36,10 @@ def test_two_tiers_are_told_apart() -> None:
     assert value("seconds_sum", tier="remote", operation="exists") == 0.5
     assert value("bytes_total", tier="remote", operation="exists") == 0
     assert value("seconds_count", tier="remote", operation="remove") == 1
+    assert [count[:5] for count in metrics.snapshot()] == [
+        ("disk", "write", 1, 0.002, 4),
+        ("remote", "exists", 1, 0.5, 0),
+        ("remote", "remove", 1, pytest.approx(0.1), 0),
+    ]
+    within = metrics.snapshot()[0].within
+    assert within == [0] * 5 + [1] * 9  # of 0.003 seconds and more

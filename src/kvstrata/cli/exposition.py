@@ -5,12 +5,18 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvstrata.cli.servers import ServerView
 from kvstrata.manager.report import CacheReport
 from kvstrata.observe.metrics import CATALOGUE
+from kvstrata.observe.operations import SECONDS_BUCKETS
 
 __all__ = ["exposition"]
 
@@ -43,6 +49,26 @@ class _Reports(Collector):
                         values = [labels.get(label, "") for label in metric.labels]
                         family.add_metric([socket, *values], value)
             yield family
+
+    def _operations(self) -> Iterator[Metric]:
+        labels = ["server", "tier", "operation"]
+        seconds = HistogramMetricFamily(
+            "kvstrata_store_operation_seconds",
+            "Duration of calls to a store, each for a batch of blocks, failed ones included.",
+            labels=labels,
+        )
+        moved = CounterMetricFamily(
+            "kvstrata_store_operation_bytes",
+            "Bytes of the blocks that a store has read or newly stored.",
+            labels=labels,
+        )
+        for socket, report in self._reports:
+            for each in report.operations:
+                where = [socket, each.tier, each.operation]
+                buckets = [(str(le), n) for le, n in zip(SECONDS_BUCKETS, each.within, strict=True)]
+                seconds.add_metric(where, [*buckets, ("+Inf", each.calls)], each.seconds)
+                moved.add_metric(where, each.moved_bytes)
+        yield from (seconds, moved)
 
     def _gauges(self) -> Iterator[Metric]:
         by_tier = ["server", "tier"]
@@ -83,4 +109,5 @@ class _Reports(Collector):
                     free_run.add_metric(where, tier.longest_free_run)
             running.add_metric([socket, "load"], report.running_gets)
             running.add_metric([socket, "save"], report.running_puts)
+        yield from self._operations()
         yield from (capacity, used, waiting, off, backed, padding, free_run, running)

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from kvstrata.core.errors import TierUnavailable
@@ -13,7 +14,7 @@ from kvstrata.manager.report import TierReport
 from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe import metrics
 from kvstrata.storage.store import NamespacedStore
-from kvstrata.storage.wrap import BreakerStore
+from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
 from kvstrata.transfer.engine import TransferEngine, TransferLimits
 from kvstrata.transfer.finder import Finder
 
@@ -51,7 +52,9 @@ class Cascade:
         self._upkeep = upkeep
         self._next_upkeep = 0.0
         self._block_bytes = store.statistics().block_bytes
-        self._store = BreakerStore(store, slow_seconds=_HUNG_SECONDS)
+        timed = TimedStore(store, partial(cache.counters.operations.observe, tier))
+        asked = timed if tier == "disk" else RetryStore(timed)
+        self._store = BreakerStore(asked, slow_seconds=_HUNG_SECONDS)
         self._write_lock = threading.Lock()  # held while a batch is on its way to the store
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: list[NamespaceId] = []

@@ -12,7 +12,7 @@ from kvstrata.core.types import BlockKey, NamespaceId, StoreKey
 from kvstrata.index.prefix_index import NO_SLOT
 from kvstrata.manager.cascade import Cascade
 from kvstrata.manager.gets import Gets, Settled
-from kvstrata.manager.report import CacheReport, TierReport
+from kvstrata.manager.report import CacheReport, OperationReport, TierReport
 from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 from kvstrata.manager.tasks import (
@@ -368,6 +368,7 @@ class KVManager:
                 running_puts=len(self._puts),
                 namespaces=self._cache.describe(self._namespaces),
                 engines=self._sessions.describe(),
+                operations=[OperationReport(*c) for c in self.counters.operations.snapshot()],
             )
 
     def check(self) -> None:

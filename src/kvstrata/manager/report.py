@@ -23,6 +23,17 @@ class NamespaceReport(msgspec.Struct):
     disk_blocks: int = 0
 
 
+class OperationReport(msgspec.Struct):
+    """Calls of one operation of one tier's store; see ``observe.operations.OperationCounts``."""
+
+    tier: str
+    operation: str
+    calls: int
+    seconds: float
+    moved_bytes: int
+    within: list[int]
+
+
 class CacheReport(msgspec.Struct):
     server_id: str
     tiers: list[TierReport]
@@ -31,3 +42,4 @@ class CacheReport(msgspec.Struct):
     running_puts: int
     namespaces: list[NamespaceReport]
     engines: list[dict[str, object]]
+    operations: list[OperationReport] = []

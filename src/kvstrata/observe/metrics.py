@@ -4,6 +4,8 @@ from typing import Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
+from kvstrata.observe.operations import OperationMetrics
+
 Label = Literal["host", "disk", "remote", "none"]
 
 
@@ -75,6 +77,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self.operations = OperationMetrics(CollectorRegistry())
         self._counters = {
             metric: Counter(metric.name, metric.help, metric.labels, registry=self._registry)
             for metric in CATALOGUE

@@ -1,6 +1,6 @@
 """How long calls to the stores take, and how many bytes they move: the sink of ``TimedStore``."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -10,20 +10,35 @@ SECONDS_BUCKETS: Final = (
 )  # fmt: skip
 
 
+_SECONDS: Final = "kvstrata_store_operation_seconds"
+_BYTES: Final = "kvstrata_store_operation_bytes_total"
+
+
+class OperationCounts(NamedTuple):
+    """Calls of one operation of one tier's store."""
+
+    tier: str
+    operation: str
+    calls: int
+    seconds: float  # of all calls together
+    moved_bytes: int
+    within: list[int]  # calls that took at most each of ``SECONDS_BUCKETS``
+
+
 class OperationMetrics:
     """Two metrics in *registry*, labelled by tier and operation, for any number of tiers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("tier", "operation")
         self._seconds = Histogram(
-            "kvstrata_store_operation_seconds",
+            _SECONDS,
             "Duration of calls to a store, each for a batch of blocks, failed ones included.",
             labels,
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
         self._bytes = Counter(
-            "kvstrata_store_operation_bytes_total",
+            _BYTES,
             "Bytes of the blocks that a store has read or newly stored.",
             labels,
             registry=registry,
@@ -33,3 +48,23 @@ class OperationMetrics:
         """Count one call. Bind *tier* with ``functools.partial`` to make the sink of one store."""
         self._seconds.labels(tier, operation).observe(seconds)
         self._bytes.labels(tier, operation).inc(moved_bytes)
+
+    def snapshot(self) -> list[OperationCounts]:
+        """What has been counted, for each tier and operation that was called."""
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        for family in (*self._seconds.collect(), *self._bytes.collect()):
+            for sample in family.samples:
+                labels = sample.labels
+                values = found.setdefault((labels["tier"], labels["operation"]), {})
+                values[sample.name + labels.get("le", "")] = sample.value
+        return [
+            OperationCounts(
+                tier,
+                operation,
+                int(values[f"{_SECONDS}_count"]),
+                values[f"{_SECONDS}_sum"],
+                int(values[_BYTES]),
+                [int(values[f"{_SECONDS}_bucket{le}"]) for le in SECONDS_BUCKETS],
+            )
+            for (tier, operation), values in sorted(found.items())
+        ]
