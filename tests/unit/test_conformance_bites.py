@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.checksum import digest
 from kvstrata.storage.store import Store, StoreStatistics
 from kvstrata.testing import (
@@ -135,6 +135,12 @@ class _Renamed(Correct):
 class MixesNamespaces(_Renamed):
     def name(self, key: StoreKey) -> StoreKey:
         return b"." * 16 + key[16:]
+
+
+class DropsOneBlockOfANamespace(Correct):
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        found = [key for key in self.values if key.startswith(namespace_id)]
+        return sum(self.remove(found[:1]))
 
 
 class CutsKeys(_Renamed):
@@ -423,6 +429,7 @@ MISSING = "test_a_missing_block_is_a_miss"
 ORDER = "test_answers_are_in_the_order_of_the_keys"
 ZEROS = "test_keys_and_values_of_zeros_are_keys_and_values"
 NAMESPACES = "test_namespaces_do_not_mix"
+DROPPED = "test_a_namespace_is_dropped_whole_and_alone"
 PARENTS = "test_a_parent_may_be_missing"
 VARIABLE = "test_a_variable_store_keeps_the_length"
 KEEPS = "test_a_key_that_is_there_keeps_its_value"
@@ -454,7 +461,8 @@ WRONG: list[tuple[Callable[[], Store], list[str]]] = [
     (EvictsWhenFull, [FULL, RANDOM]),
     (GrowsBeyondItsCapacity, [FULL, RANDOM]),
     (LosesRoomWithEveryRemoval, [ROOM, RANDOM]),
-    (MixesNamespaces, [NAMESPACES, RANDOM]),
+    (MixesNamespaces, [NAMESPACES, DROPPED, RANDOM]),
+    (DropsOneBlockOfANamespace, [DROPPED]),
     (CutsKeys, [MISSING, RANDOM]),
     (TakesAnyKey, [WRONG_KEY]),
     (TakesAnyLength, [WRONG_LENGTH]),

@@ -248,8 +248,11 @@ def test_host_memory_without_room_takes_what_fits(store: GatedStore) -> None:
     manager.close()
 
 
-def test_nodes_share_a_directory(tmp_path: Path) -> None:
-    tiers = f"host:64KiB | shared:{tmp_path}/shared:1MiB"
+@pytest.mark.parametrize("compress", [False, True])
+def test_nodes_share_a_directory(tmp_path: Path, compress: bool) -> None:
+    host = {"kind": "host", "capacity": "64KiB"}
+    shared = {"kind": "shared", "path": tmp_path / "shared", "capacity": "1MiB"}
+    tiers = [host, {**shared, "compress": compress}]
     settings = Config.model_validate({"tiers": tiers, "prefault": False})
     nodes = [KVManager(settings, block_bytes=BLOCK_BYTES) for _ in range(2)]
     save(nodes[0], ALICE, keys(0, 0, 0))

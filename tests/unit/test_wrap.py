@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.store import StoreStatistics
 from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
 from kvstrata.testing import Fault, FlakyStore, MemoryStore, SlowStore
@@ -49,6 +49,10 @@ class Fickle:
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
         self._answer()
         return [False] * len(keys)
+
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        self._answer()
+        return 0
 
     def statistics(self) -> StoreStatistics:
         return StoreStatistics(1, 2, 3, 4)

@@ -13,7 +13,7 @@ from kvstrata.index.prefix_index import Entry
 from kvstrata.manager.report import TierReport
 from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe import metrics
-from kvstrata.storage.store import NamespacedStore
+from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
 from kvstrata.transfer.engine import TransferEngine, TransferLimits
 from kvstrata.transfer.finder import Finder
@@ -36,12 +36,12 @@ class Cascade:
     def __init__(
         self,
         tier: LowerTier,
-        store: NamespacedStore,
+        store: Store,
         cache: Residency,
         lock: threading.Condition,
         *,
         limits: TransferLimits = TransferLimits(),  # noqa: B008 - immutable
-        upkeep: Callable[[], object] | None = None,
+        upkeep: Callable[[], None] | None = None,
     ) -> None:
         """*upkeep* is called every few seconds, on the writer's thread."""
         self._tier = tier

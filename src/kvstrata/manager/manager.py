@@ -27,8 +27,7 @@ from kvstrata.manager.tasks import (
 from kvstrata.observe import metrics
 from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory
-from kvstrata.storage.shared_fs import SharedFsStore
-from kvstrata.storage.store import NamespacedStore
+from kvstrata.storage.store import Store
 from kvstrata.transfer.engine import TransferLimits
 
 _log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class KVManager:
         config: Config,
         *,
         block_bytes: int,
-        remote: NamespacedStore | None = None,
+        remote: Store | None = None,
         on_prefault: OnPrefault | None = None,
     ) -> None:
         """Open the tiers of *config*; *remote* is a store to use as remote tier instead of its.
@@ -83,9 +82,8 @@ class KVManager:
                 "disk", disk.data, self._cache, self._lock, limits=_limits_of(config.disk_tier)
             )
         if below is not None:
-            upkeep = below.data.sweep if isinstance(below.data, SharedFsStore) else None
             self._lower["remote"] = Cascade(
-                "remote", below.data, self._cache, self._lock, upkeep=upkeep
+                "remote", below.data, self._cache, self._lock, upkeep=self._storage.upkeep
             )
         self._sessions = Sessions()
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstrata.core.errors import InvariantViolated
-from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.store import Store, StoreStatistics
 
 _SCRATCH_BYTES: Final = 8 << 20  # what one call holds of frames at a time
@@ -46,6 +46,9 @@ class CodedStore(ABC):
 
         Raises ``InvariantViolated`` if *block* is shorter than the value.
         """
+
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        return self._inner.drop_namespace(namespace_id)
 
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
         return self._inner.exists(keys)

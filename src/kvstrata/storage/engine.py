@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvstrata.core.config import DiskTier, HostTier, SharedTier, Tier
 from kvstrata.core.errors import ConfigError
@@ -17,6 +17,7 @@ from kvstrata.core.layout import (
     group_offsets_bytes,
 )
 from kvstrata.core.limits import resolve_host_capacity
+from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.device import Tensor, device_handle
 from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
@@ -25,10 +26,12 @@ from kvstrata.storage.handles import DeviceType, StorageHandle
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.journal import JOURNAL_NAME
 from kvstrata.storage.shared_fs import SharedFsStore
-from kvstrata.storage.store import NamespacedStore, Store
+from kvstrata.storage.store import Store
 from kvstrata.storage.superblock import SUPERBLOCK_NAME
 
 __all__ = ["StorageEngine"]
+
+_KV_ELEMENT_BYTES: Final = 2  # bf16 and fp16; blocks of other types shrink less
 
 
 class StorageEngine:
@@ -53,7 +56,7 @@ class StorageEngine:
         block: Sequence[KVGroup] | int,
         tiers: Sequence[Tier],
         *,
-        remote: NamespacedStore | None = None,
+        remote: Store | None = None,
     ) -> None:
         """*block*: the KV groups of a block, or its bytes where nobody looks inside. How many
         blocks a tier holds is for *tiers* to say, not for ``num_block``.
@@ -65,6 +68,7 @@ class StorageEngine:
         self.groups = () if isinstance(block, int) else tuple(block)
         self.block_bytes = block if isinstance(block, int) else group_offsets_bytes(block)[-1]
         self._handles: dict[tuple[DeviceType, int], StorageHandle[Any]] = {}
+        self._shared: SharedFsStore | None = None
         _check_groups(self.groups)
         host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
         disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
@@ -91,7 +95,7 @@ class StorageEngine:
                 store = open_disk(disk, self.block_bytes)
                 self._add(DeviceType.DISK, store, store.statistics().capacity_blocks)
             if shared is not None and remote is None:
-                remote = open_shared(shared, self.block_bytes)
+                remote = self._open_shared(shared)
             undo.pop_all()
         if remote is not None:
             self._add(DeviceType.REMOTE, remote, remote.statistics().capacity_blocks)
@@ -105,7 +109,7 @@ class StorageEngine:
         return self._handles.get((DeviceType.DISK, 0))
 
     @property
-    def remote(self) -> StorageHandle[NamespacedStore] | None:
+    def remote(self) -> StorageHandle[Store] | None:
         return self._handles.get((DeviceType.REMOTE, 0))
 
     def get_storage_handle(self, device_type: DeviceType, device_id: int = 0) -> StorageHandle[Any]:
@@ -166,6 +170,24 @@ class StorageEngine:
         for device_type, device_id in reversed(list(self._handles)):
             self.free(device_type, device_id)
 
+    def upkeep(self) -> None:
+        """What the stores need done every few seconds, from one thread."""
+        if self._shared is not None:
+            self._shared.sweep()
+
+    def _open_shared(self, tier: SharedTier) -> Store:
+        kept_bytes = self.block_bytes + (FRAME_OVERHEAD_BYTES if tier.compress else 0)
+        self._shared = SharedFsStore(
+            tier.path, block_bytes=kept_bytes, capacity_bytes=tier.capacity
+        )
+        if not tier.compress:
+            return self._shared
+        try:
+            return CompressedStore(self._shared, _KV_ELEMENT_BYTES)
+        except ConfigError:
+            self._shared.close()
+            raise
+
     def _add(self, device_type: DeviceType, data: object, capacity_blocks: int) -> None:
         self._handles[device_type, 0] = StorageHandle(
             device_type, 0, self.groups, self.block_bytes, capacity_blocks, data
@@ -188,10 +210,6 @@ def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
         max_blocks_per_file=tier.max_blocks_per_file,
         discard=tier.discard,
     )
-
-
-def open_shared(tier: SharedTier, block_bytes: int) -> SharedFsStore:
-    return SharedFsStore(tier.path, block_bytes=block_bytes, capacity_bytes=tier.capacity)
 
 
 def _unlink_files(directory: Path) -> None:

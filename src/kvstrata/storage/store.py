@@ -64,16 +64,15 @@ class Store(Protocol):
         """Forget the keys; whether each was there. Its room can be used again."""
         ...
 
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        """Forget every block of *namespace_id*, durably; how many there were.
+
+        Blocks of it that are being written meanwhile are forgotten too, or come after.
+        """
+        ...
+
     def statistics(self) -> StoreStatistics: ...
 
     def close(self) -> None:
         """Release every resource. Later calls raise ``TierUnavailable``. Idempotent."""
-        ...
-
-
-class NamespacedStore(Store, Protocol):
-    """A store that can forget a whole namespace: what a tier must be able to do on a reset."""
-
-    def drop_namespace(self, namespace_id: NamespaceId) -> int:
-        """Forget every block of *namespace_id*, durably; how many there were."""
         ...

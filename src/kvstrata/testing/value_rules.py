@@ -68,6 +68,17 @@ class ValueRules(StoreSubject):
         assert store.remove([mine]) == [True]
         self._assert_holds(store, other, 2)
 
+    def test_a_namespace_is_dropped_whole_and_alone(self, store: Store) -> None:
+        """``drop_namespace`` forgets every block of one namespace, and says how many."""
+        for number in (1, 2):
+            self._put_value(store, key(number, ONE), number)
+        self._put_value(store, key(1, OTHER), 3)
+        assert store.drop_namespace(ONE) == 2
+        assert store.drop_namespace(ONE) == 0
+        assert fetch(store, key(1, ONE)) is Read.MISS
+        self._assert_holds(store, key(1, OTHER), 3)
+        assert self._put_value(store, key(1, ONE), 4) is Write.STORED
+
     def test_a_parent_may_be_missing(self, store: Store) -> None:
         """A parent is kept with the block and means nothing to the store."""
         content = memoryview(self._value(store, 1))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.store import Store, StoreStatistics
 
 T = TypeVar("T")
@@ -34,6 +34,9 @@ class WrappedStore:
 
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
         return self._call(lambda: self._inner.remove(keys))
+
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        return self._call(lambda: self._inner.drop_namespace(namespace_id))
 
     def statistics(self) -> StoreStatistics:
         return self._inner.statistics()
