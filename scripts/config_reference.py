@@ -39,22 +39,26 @@ _TIERS: Final = """\
 
 The pipeline string names the tiers from the fastest to the slowest, with a bar between them:
 
-    host:8GiB | disk:/var/cache/kv:200GiB
+    host:8GiB | disk:/var/cache/kv:200GiB | shared:/mnt/kv:20TiB
 
 * `host` or `host:auto`: host memory, a quarter of what is available, at most 64 GiB.
 * `host:CAPACITY`: host memory of this capacity. It has to be available when the server starts.
-* `disk:PATH:CAPACITY`: a directory of block files, which survives restarts.
+* `disk:PATH:CAPACITY`: a directory of block files, which survives restarts. Several directories,
+  one a device, with commas between: `disk:/nvme0/kv,/nvme1/kv:2TiB`.
+* `shared:PATH:CAPACITY`: a directory on a file system that several nodes mount.
 
-There is exactly one host tier and it is the first; there is at most one disk tier. `Cache` and
-`Posix` are read as `host` and `disk`. The same as a list, which a file and
-`kv_connector_extra_config` take as well and which also holds paths with a bar in them:
+There is exactly one host tier and it is the first; below it at most one disk tier, then at most one
+shared tier. `Cache` and `Posix` are read as `host` and `disk`. The same as a list, which a file and
+`kv_connector_extra_config` take as well, with all settings of a tier, and which also holds paths
+with a bar or a comma in them:
 
     tiers:
       - kind: host
         capacity: 8GiB
       - kind: disk
-        paths: /var/cache/kv
-        capacity: 200GiB
+        paths: [/nvme0/kv, /nvme1/kv]
+        capacity: 2TiB
+        write_bytes_per_second: 500MiB
 
 A capacity is a number of bytes, or a number and a unit: `KiB`, `MiB`, `GiB`, `TiB`, `PiB` are
 powers of 1024, `KB`, `MB`, `GB`, `TB`, `PB` are powers of 1000. `8G` is refused because it does

@@ -144,11 +144,15 @@ def test_engine_of_another_block_size_is_told_so(server: Server, witness: Manage
     client.close()
 
 
-def test_engine_whose_keys_do_not_last_is_kept_from_a_disk(tmp_path: Path, path: Path) -> None:
-    with serving(config(4, tmp_path / "disk"), path):
+@pytest.mark.parametrize("kind", ["disk", "shared"])
+def test_engine_whose_keys_do_not_last_is_kept_from_tiers_that_do(
+    tmp_path: Path, path: Path, kind: str
+) -> None:
+    tiers = f"host:64KiB | {kind}:{tmp_path}/kv:1MiB"
+    with serving(config(4, tiers=tiers), path):
         hello = p.Hello(0, p.PROTOCOL_VERSION, "engine", "e", BLOCK_BYTES, persistent=False)
         client = ManagerClient(path, hello)
-        with pytest.raises(ConfigError, match="cannot be told apart"):
+        with pytest.raises(ConfigError, match=f"cannot be told apart.* has a {kind} tier"):
             client.wait_welcome(PATIENCE_SECONDS)
         client.close()
 

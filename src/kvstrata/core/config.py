@@ -360,6 +360,11 @@ class Config(BaseModel):
         return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
 
     @property
+    def lasting_tiers(self) -> tuple[Tier, ...]:
+        """The tiers whose blocks outlive the process: their keys must mean the same afterwards."""
+        return tuple(tier for tier in self.tiers if not isinstance(tier, HostTier))
+
+    @property
     def shared_tier(self) -> SharedTier | None:
         """The tier that this node shares with others, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, SharedTier)), None)

@@ -194,12 +194,13 @@ class _Connection:
         manager = self._manager = self._server.open(hello.block_bytes)
         descriptors = []
         if hello.role == "engine":
-            if not hello.persistent and any(t.kind == "disk" for t in self._server.config.tiers):
+            lasting = self._server.config.lasting_tiers
+            if not hello.persistent and lasting:
                 raise ConfigError(
                     "the engine's block hashes or weights cannot be told apart in its next life, "
-                    "and this server has a disk tier",
+                    f"and this server has a {lasting[0].kind} tier",
                     hint="see the engine's log for the setting to change, or use a server "
-                    "without a disk tier",
+                    "with host memory alone",
                 )
             self._owner = manager.connect_engine(hello.session, hello.world_size)
         else:

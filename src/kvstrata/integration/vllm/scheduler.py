@@ -67,8 +67,9 @@ class SchedulerHalf:
             identity.tokens_per_block,
             config.weights_fingerprint,
         )
-        if config.disk_tier and fingerprint.persistent_problem:
-            raise ConfigError(f"the disk tier is refused: {fingerprint.persistent_problem}")
+        if config.lasting_tiers and fingerprint.persistent_problem:
+            refused = config.lasting_tiers[0].kind
+            raise ConfigError(f"the {refused} tier is refused: {fingerprint.persistent_problem}")
         self._base = self._namespace = fingerprint.id
         self._parts = fingerprint.parts
         self._requests: dict[str, _Tracked] = {}
