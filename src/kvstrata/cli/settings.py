@@ -96,7 +96,10 @@ def _tiers(overrides: dict[str, object], options: TierOptions) -> list[dict[str,
     from kvstrata.core.load import load_config
 
     base = load_config(overrides, overrides_name=COMMAND_LINE)
-    found = {tier.kind: tier.model_dump(mode="json") for tier in base.tiers}
+    found = {
+        tier.kind: {"kind": tier.kind, **tier.model_dump(mode="json", exclude_defaults=True)}
+        for tier in base.tiers
+    }
     if options.host_size is not None:
         found["host"]["capacity"] = _capacity("--host-size", options.host_size)
     if options.disk is not None:
