@@ -21,7 +21,7 @@ import numpy as np
 
 from kvstrata.core.errors import ConfigError, FormatError
 from kvstrata.storage.disk_allocation import preallocate, slot_files, whole_slots
-from kvstrata.storage.disk_files import exists, remove_file
+from kvstrata.storage.disk_files import exists, remove_file, sync_directory
 from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
 from kvstrata.storage.disk_slots import SlotFiles
 from kvstrata.storage.disk_system import FileSystem
@@ -161,12 +161,13 @@ def _open(
 
 
 def _make_directory(system: FileSystem, path: Path, undo: ExitStack) -> None:
-    """Make *path* and its parents, where they are missing."""
+    """Make *path* and its parents, where they are missing, durably."""
     if exists(system, path):
         return
     _make_directory(system, path.parent, undo)
     system.mkdir(path)
     undo.callback(system.rmdir, path)
+    sync_directory(system, path.parent)
 
 
 def _check(

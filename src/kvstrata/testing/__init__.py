@@ -17,14 +17,17 @@ for _module in ("machine", "subject", "value_rules", "life_rules"):
 # After the lines above: what is imported before it fails without showing the values.
 from kvstrata.testing.conformance import StoreConformance
 from kvstrata.testing.doubles import Fault, FlakyStore, LyingStore, SlowStore
+from kvstrata.testing.faulty_files import FaultyFiles, PowerFailure
 from kvstrata.testing.machine import Traits, store_machine
 from kvstrata.testing.memory import MemoryStore
 
 __all__ = [
     "Fault",
+    "FaultyFiles",
     "FlakyStore",
     "LyingStore",
     "MemoryStore",
+    "PowerFailure",
     "SlowStore",
     "StoreConformance",
     "Traits",
