@@ -34,8 +34,8 @@ def _directory_of_another_version(folder: Path) -> Path:
     return disk
 
 
-def _contents(*folders: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for folder in folders for file in sorted(folder.iterdir())}
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Asks a store on threads of its own what it holds, so that no lookup waits behind a read."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -14,7 +15,7 @@ __all__ = ["Finder"]
 _log = logging.getLogger(__name__)
 
 _THREADS: Final = 2
-_MOST_WAITING: Final = 64  # searches; what comes on top has found nothing
+_MOST_WAITING: Final = 64  # searches; what comes on top finds nothing
 
 
 class Finder:
@@ -23,17 +24,16 @@ class Finder:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstrata-find")
-        self._waiting = 0
+        self._room = threading.Semaphore(_MOST_WAITING)
 
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
         """Call *done* once with how many leading *keys* the store holds; 0 if it cannot tell.
 
         On another thread, or at once on this one if too many searches wait.
         """
-        if self._waiting >= _MOST_WAITING:
+        if not self._room.acquire(blocking=False):
             done(0)
             return
-        self._waiting += 1
         try:
             self._threads.submit(self._find, keys, done)
         except RuntimeError:  # closed meanwhile
@@ -44,7 +44,7 @@ class Finder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
-        self._waiting -= 1
+        self._room.release()
         found = 0
         try:
             there = self._store.exists(keys)
