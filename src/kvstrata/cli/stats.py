@@ -95,7 +95,7 @@ def _notes(tier: "TierReport") -> Iterator[str]:
         yield f"{tier.waiting_blocks:,} blocks to be written"
     if tier.switched_off:
         yield "switched off after repeated failures"
-    if tier.padding_bytes:
+    if tier.padding_bytes > tier.capacity_blocks * tier.block_bytes // 100:
         yield f"{human_bytes(tier.padding_bytes)} taken by whole pages"
     if tier.longest_free_run:
         yield f"{tier.longest_free_run:,} free side by side"
