@@ -65,7 +65,7 @@ def test_after_the_power_is_off_every_call_fails_and_no_lock_is_held(tmp_path: P
     store = make([tmp_path / "store"], files)
     files.lose_power()
     with pytest.raises(PowerFailure):
-        read(store)
+        Life(0).write(store, 1)
     make([tmp_path / "store"]).close()
 
 

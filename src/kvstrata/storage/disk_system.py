@@ -1,6 +1,7 @@
 """The calls to the operating system that the disk store makes, and nothing else."""
 
 import ctypes
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ _FALLOC_FL_PUNCH_HOLE: Final = 2
 class FileSystem:
     """The file system below a disk store; a subclass may fail calls, cut them short or lose data.
 
-    The store reaches its files through these methods alone, from any thread, and every one may
-    raise ``OSError``. What it relies on, and a simulated power failure may take away:
+    The store reaches its files through these methods alone, from any thread, and every one but
+    ``close`` may raise ``OSError``. What it relies on, and a simulated power failure may take away:
 
     * bytes and sizes (``pwrite``, ``pwritev``, ``ftruncate``, ``posix_fallocate``, ``punch_hole``)
       are durable after ``fdatasync`` or ``fsync`` of a descriptor of the file;
@@ -31,7 +32,12 @@ class FileSystem:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def close(self, fd: int) -> None:
-        os.close(fd)
+        """Release *fd*, also where the disk has an error to tell: what matters was synced."""
+        try:
+            os.close(fd)
+        except OSError as e:
+            if e.errno == errno.EBADF:
+                raise
 
     def flock(self, fd: int, operation: int) -> None:
         fcntl.flock(fd, operation)

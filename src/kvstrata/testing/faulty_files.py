@@ -23,11 +23,10 @@ class PowerFailure(BaseException):
 
 
 class FaultyFiles(FileSystem):
-    """The real file system, with faults. Calls are counted from 1, of any kind, from any thread.
+    """The real file system, with faults. Calls are counted from 1, of any kind but ``close``.
 
-    * ``fail_at``: this call raises ``OSError(code)`` and does nothing, except that a ``close``
-      closes. With ``lasting`` all later ones fail too. 0 is none. May be set at any time, as may
-      ``power_off_at`` and ``cuts_short``.
+    * ``fail_at``: this call raises ``OSError(code)`` and does nothing. With ``lasting`` all later
+      ones fail too. 0 is none. May be set at any time, as may ``power_off_at`` and ``cuts_short``.
     * ``power_off_at``: this call raises ``PowerFailure`` and does nothing, and so do all later
       ones. 0 is none.
     * ``cuts_short``: reads and writes move a random part of what they are asked to, at least one
@@ -90,12 +89,11 @@ class FaultyFiles(FileSystem):
             return fd
 
     def close(self, fd: int) -> None:
-        try:
-            with self._call():
-                pass
-        finally:
-            if self._open.pop(fd, None) is not None:
-                super().close(fd)
+        with self._lock:
+            if self._is_off:
+                raise PowerFailure
+            del self._open[fd]
+            super().close(fd)
 
     def flock(self, fd: int, operation: int) -> None:
         with self._call():
