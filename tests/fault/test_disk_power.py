@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.fault.lives import Life, fill, make, read
 
+from kvstrata.core.errors import ConfigError
 from kvstrata.storage import journal
 from kvstrata.storage.disk_check import check_store
 from kvstrata.testing import FaultyFiles, PowerFailure
@@ -67,3 +68,39 @@ def test_a_power_failure_at_any_call_costs_nothing_durable_and_serves_nothing_wr
     )
     assert wrong == 0
     assert durable > 50
+
+
+@pytest.mark.parametrize("fault", ["power", "EIO"])
+def test_a_repair_that_is_interrupted_at_any_call_keeps_every_good_block(
+    tmp_path: Path, fault: str
+) -> None:
+    def damaged(run: str) -> tuple[list[Path], Life]:
+        paths, life = [tmp_path / run / side for side in ("one", "two")], Life(3)
+        store = make(paths, FaultyFiles())
+        for _ in range(3):
+            life.write(store, 6)
+            life.remove(store, 1)
+        store.close()
+        (paths[1] / "kvstrata_0.bin").unlink()
+        with (paths[0] / "kvstrata_0.bin").open("r+b") as file:
+            file.write(b"wrong")
+        return paths, life
+
+    paths, life = damaged("counted")
+    counted = FaultyFiles()
+    good = sum(check_store(paths, repair=True, system=counted).good_blocks.values())
+    assert 0 < good < len(life.stored)
+    for at in range(1, counted.calls + 1):
+        paths, life = damaged(str(at))
+        files = FaultyFiles(seed=at)
+        setattr(files, "power_off_at" if fault == "power" else "fail_at", at)
+        with suppress(PowerFailure, ConfigError):
+            check_store(paths, repair=True, system=files)
+        if fault == "power":
+            files.lose_power()
+        assert sum(check_store(paths, repair=True).good_blocks.values()) == good
+        store = make(paths, FaultyFiles())
+        found = read(store)
+        assert len(found) == good
+        assert found.items() <= life.stored.items()
+        store.close()

@@ -255,15 +255,22 @@ class _Untouched(FileSystem):
 
     def __init__(self, system: FileSystem) -> None:
         self._system = system
+        self._empty: set[int] = set()
 
     def open(self, path: Path, flags: int) -> int:
         try:
             return self._system.open(path, flags & ~os.O_ACCMODE | os.O_RDONLY)
         except FileNotFoundError:
-            return os.memfd_create(path.name, os.MFD_CLOEXEC)
+            fd = os.memfd_create(path.name, os.MFD_CLOEXEC)
+            self._empty.add(fd)
+            return fd
 
     def close(self, fd: int) -> None:
-        self._system.close(fd)
+        if fd in self._empty:
+            self._empty.remove(fd)
+            super().close(fd)
+        else:
+            self._system.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset_bytes: int) -> int:
         return self._system.preadv(fd, buffers, offset_bytes)
