@@ -13,7 +13,7 @@ from kvstrata.core.errors import FormatError
 from kvstrata.storage.disk_check import check_store
 from kvstrata.testing import FaultyFiles
 
-DAMAGES_OF_A_KIND = 50
+DAMAGES_OF_A_KIND = 30
 
 
 def flip(file: Path, choose: Random) -> None:
