@@ -144,6 +144,37 @@ def test_engine_of_another_block_size_is_told_so(server: Server, witness: Manage
     client.close()
 
 
+@pytest.mark.parametrize(
+    ("servers", "engines", "message"),
+    [
+        (
+            "exact",
+            "int8 bfloat16",
+            "wants blocks kept as 'int8 bfloat16', this server keeps 'exact'",
+        ),
+        ("int8", "exact", "wants blocks kept as 'exact', this server keeps 'int8'"),
+        ("int8", "int8 float16", "keeps blocks as 'int8 bfloat16', not as 'int8 float16'"),
+    ],
+)
+def test_engine_that_wants_blocks_kept_otherwise_is_refused(
+    path: Path, servers: str, engines: str, message: str
+) -> None:
+    with serving(config(4, block_format=servers), path, block_bytes=None):
+        if servers == "int8" and engines != "exact":
+            first = engine_of("int8 bfloat16", path)
+            first.wait_welcome(PATIENCE_SECONDS)
+            first.close()
+        client = engine_of(engines, path)
+        with pytest.raises(ConfigError, match=message):
+            client.wait_welcome(PATIENCE_SECONDS)
+        client.close()
+
+
+def engine_of(block_format: str, path: Path) -> ManagerClient:
+    hello = p.Hello(0, p.PROTOCOL_VERSION, "engine", "e", BLOCK_BYTES, block_format=block_format)
+    return ManagerClient(path, hello)
+
+
 @pytest.mark.parametrize("kind", ["disk", "shared"])
 def test_engine_whose_keys_do_not_last_is_kept_from_tiers_that_do(
     tmp_path: Path, path: Path, kind: str

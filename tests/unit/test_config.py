@@ -53,6 +53,7 @@ def configs(draw: st.DrawFn) -> Config:
         server="embedded" if socket is None else "attached",
         socket=socket,
         weights_fingerprint=draw(st.none() | texts),
+        block_format=draw(st.sampled_from(["exact", "int8"])),
         lookup_wait_seconds=wait,
         lookup_timeout_seconds=timeout,
         remote_lookup_seconds=draw(seconds),
@@ -77,6 +78,7 @@ def test_the_defaults_are_these() -> None:
     assert Config().model_dump() == {
         "tiers": ({"kind": "host", "capacity": "auto", "huge_pages": False, "numa_node": None},),
         "tokens_per_block": None,
+        "block_format": "exact",
         "server": "embedded",
         "socket": None,
         "weights_fingerprint": None,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.caches import (
     ALICE,
@@ -701,6 +702,36 @@ def test_prefault_in_the_background_ends_quietly_when_the_cache_closes_first() -
         lambda: not any(t.name == "kvstrata-prefault" for t in threading.enumerate()),
         "prefaulting does not end",
     )
+
+
+def test_lossy_blocks_come_from_below_nearly_as_they_were(tmp_path: Path) -> None:
+    settings = config(2, tmp_path / "kv", 8)
+    manager = KVManager(settings, block_bytes=BLOCK_BYTES, block_format="int8 float32")
+    rng = np.random.default_rng(1)
+    values = [rng.normal(size=BLOCK_BYTES // 4).astype(np.float32) for _ in range(4)]
+    asked = keys(0, 0, 0, 0)
+    for i, value in enumerate(values):
+        task = manager.put_match(ALICE, asked[i : i + 1], parent=asked[i - 1] if i else None)
+        manager.view(task.slots[0])[:] = value.tobytes()
+        manager.launch([task.task_id])
+        manager.complete([task.task_id])
+        assert load(manager, ALICE, asked[i : i + 1]) == [value.tobytes()]  # exact in host memory
+        drained(manager)
+    for i, value in enumerate(values[:2]):
+        (promoted,) = load(manager, ALICE, asked[i : i + 1])
+        read = np.frombuffer(promoted, np.float32)
+        assert not np.array_equal(read, value)
+        assert np.abs(read - value).max() < 0.05
+    manager.check()
+    manager.close()
+    with pytest.raises(ConfigError, match="was made with block_bytes="):
+        KVManager(settings, block_bytes=BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("block_format", ["int8 float8_e4m3fn", "int4 bfloat16", "int8"])
+def test_format_that_is_none_is_refused(block_format: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be kept as"):
+        KVManager(config(2), block_bytes=BLOCK_BYTES, block_format=block_format)
 
 
 def test_report_says_how_long_the_disk_took(tmp_path: Path) -> None:

@@ -438,14 +438,17 @@ class Bench:
 
 
 def start(
-    folder: Path, slots: int, *, shared: Path | None = None
+    folder: Path, slots: int, *, shared: Path | None = None, block_format: str = "exact"
 ) -> contextlib.AbstractContextManager[Bench]:
     @contextlib.contextmanager
     def made() -> Iterator[Bench]:
         slot = TOKENS * LAYERS * SLOT_BYTES
         tiers = f"host:{slots * slot}" + (f" | shared:{shared}:64MiB" if shared else "")
-        config = Config.model_validate({"tiers": tiers, "prefault": False})
-        with serving(config, folder / "s", block_bytes=slot) as server:
+        config = Config.model_validate(
+            {"tiers": tiers, "prefault": False, "block_format": block_format}
+        )
+        block_bytes = slot if block_format == "exact" else None
+        with serving(config, folder / "s", block_bytes=block_bytes) as server:
             bench = Bench(folder, server)
             try:
                 yield bench
@@ -670,6 +673,20 @@ def test_what_one_node_has_computed_is_loaded_on_another(
             assert engine.serve("a", tokens, 2) == expected
             assert bench.check_saved_bytes(engine) == 8
             assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
+
+
+def test_lossy_blocks_have_a_namespace_of_their_own(folder: Path) -> None:
+    namespaces = set()
+    for block_format in ("exact", "int8"):
+        with start(folder, 20, block_format=block_format) as bench:
+            engine = bench.engine(block_format=block_format)
+            engine.serve("a", prompt(1, 64), 2)
+            engine.forget_device()
+            assert engine.serve("again", prompt(1, 64), 2) == 64
+            namespaces.add(engine.half._namespace)
+            parts = bench.manager.stats().namespaces[0].parts
+            assert parts.get("block_format", "exact").split()[0] == block_format
+    assert len(namespaces) == 2
 
 
 # -- requests that do not end well ---------------------------------------------------------------

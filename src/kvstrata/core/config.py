@@ -257,6 +257,15 @@ class Config(BaseModel):
         ),
         examples=["64"],
     )
+    block_format: Literal["exact", "int8"] = Field(
+        default="exact",
+        description=(
+            "How tiers below host memory keep blocks. `int8`: with loss, 8 bits an element, in half "
+            "the room of bf16 and a quarter of float32. Such blocks have a namespace of their own "
+            "and are never found by an engine that wants exact ones. Alike on engine and server."
+        ),
+        examples=["int8"],
+    )
     server: Literal["embedded", "attached"] = Field(
         default="embedded",
         description=(
@@ -414,10 +423,22 @@ def _wait_within_timeout(config: Config) -> Contradiction | None:
     )
 
 
+def _one_form(config: Config) -> Contradiction | None:
+    shared = config.shared_tier
+    if config.block_format == "exact" or shared is None or not shared.compress:
+        return None
+    return Contradiction(
+        ("block_format", "tiers"),
+        "block_format is 'int8' and the shared tier is to compress, which gains nothing more",
+        "take compress away from the shared tier",
+    )
+
+
 _CHECKS: Final[tuple[Callable[[Config], Contradiction | None], ...]] = (
     _server_and_socket,
     _tiers_of_the_server,
     _wait_within_timeout,
+    _one_form,
 )
 
 

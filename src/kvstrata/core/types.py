@@ -17,6 +17,12 @@ NAMESPACE_ID_BYTES: Final = 16
 STORE_KEY_BYTES: Final = NAMESPACE_ID_BYTES + BLOCK_KEY_BYTES
 
 
+BlockFormat = str
+"""How tiers below host memory keep a block: ``EXACT``, or ``int8`` and an element type."""
+
+EXACT: Final[BlockFormat] = "exact"
+
+
 class Read(enum.Enum):
     """Fate of one block in a batched read."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstrata.core.config import Config, DiskTier
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.types import BlockKey, NamespaceId, StoreKey
+from kvstrata.core.types import EXACT, BlockFormat, BlockKey, NamespaceId, StoreKey
 from kvstrata.index.prefix_index import NO_SLOT
 from kvstrata.manager.cascade import Cascade
 from kvstrata.manager.gets import Gets, Settled
@@ -52,20 +52,26 @@ class KVManager:
         config: Config,
         *,
         block_bytes: int,
+        block_format: BlockFormat = EXACT,
         remote: Store | None = None,
         on_prefault: OnPrefault | None = None,
     ) -> None:
         """Open the tiers of *config*; *remote* is a store to use as remote tier instead of its.
+
+        Tiers below host memory keep blocks in *block_format*.
 
         Host memory is backed in the background; *on_prefault* hears of it, on that thread: bytes
         done, bytes in all. Raises ``ConfigError`` if a tier cannot be opened, and has then opened
         none.
         """
         self.block_bytes = block_bytes
+        self.block_format = block_format
         self.counters = metrics.Counters()
         self._lock = threading.Condition()
         self._drain_timeout_seconds = config.drain_timeout_seconds
-        self._storage = StorageEngine(block_bytes, config.tiers, remote=remote)
+        self._storage = StorageEngine(
+            block_bytes, config.tiers, remote=remote, block_format=block_format
+        )
         self._memory = self._storage.host.data
         self.server_id = self._memory.mapping.server_id
         disk, below = self._storage.disk, self._storage.remote
@@ -79,11 +85,19 @@ class KVManager:
         if disk is not None:
             self._cache.restore(disk.data.blocks())
             self._lower["disk"] = Cascade(
-                "disk", disk.data, self._cache, self._lock, limits=_limits_of(config.disk_tier)
+                "disk",
+                self._storage.as_blocks(disk.data),
+                self._cache,
+                self._lock,
+                limits=_limits_of(config.disk_tier),
             )
         if below is not None:
             self._lower["remote"] = Cascade(
-                "remote", below.data, self._cache, self._lock, upkeep=self._storage.upkeep
+                "remote",
+                self._storage.as_blocks(below.data),
+                self._cache,
+                self._lock,
+                upkeep=self._storage.upkeep,
             )
         self._sessions = Sessions()
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}

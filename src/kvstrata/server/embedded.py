@@ -12,6 +12,7 @@ import msgspec
 
 from kvstrata.core.config import Config, config_to_json
 from kvstrata.core.errors import ServerUnavailable
+from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.server.client import refusal
 from kvstrata.server.main import ChildOrders, ChildReady
 from kvstrata.server.protocol import Refused
@@ -28,14 +29,16 @@ class EmbeddedServer:
     vLLM kills those when it shuts down; its standard output tells that it lives.
     """
 
-    def __init__(self, config: Config, path: Path, *, block_bytes: int) -> None:
+    def __init__(
+        self, config: Config, path: Path, *, block_bytes: int, block_format: BlockFormat = EXACT
+    ) -> None:
         """Start the server and wait until it serves, ``start_timeout_seconds`` at most.
 
         Raises the server's own ``ConfigError`` if it cannot serve with this configuration, and
         ``ServerUnavailable`` if it does not get ready in time.
         """
         remove_dead_sockets()
-        self._orders = ChildOrders(config_to_json(config), str(path), block_bytes)
+        self._orders = ChildOrders(config_to_json(config), str(path), block_bytes, block_format)
         self._retry_seconds = config.reconnect_seconds
         self._launch()
         try:

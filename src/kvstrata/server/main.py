@@ -13,6 +13,7 @@ import msgspec
 
 from kvstrata.core.config import Config, config_from_json
 from kvstrata.core.errors import KVStrataError
+from kvstrata.core.types import EXACT
 from kvstrata.manager.manager import OnPrefault
 from kvstrata.server.server import Server
 
@@ -29,6 +30,7 @@ class ChildOrders(msgspec.Struct):
     config_json: str
     socket: str
     block_bytes: int
+    block_format: str = EXACT
 
 
 class ChildReady(msgspec.Struct):
@@ -62,7 +64,12 @@ def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
     orders = msgspec.json.decode(orders_from.readline(), type=ChildOrders)
     try:
         config = config_from_json(orders.config_json)
-        server = Server(config, Path(orders.socket), block_bytes=orders.block_bytes)
+        server = Server(
+            config,
+            Path(orders.socket),
+            block_bytes=orders.block_bytes,
+            block_format=orders.block_format,
+        )
     except KVStrataError as e:
         message = str(e.args[0]) if e.args else str(e)
         _answer(ready_to, ChildReady(os.getpid(), e.code, message, e.hint))

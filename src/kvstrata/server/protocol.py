@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from kvstrata.core.errors import ProtocolError
-from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES, BlockKey, NamespaceId
+from kvstrata.core.types import BLOCK_KEY_BYTES, EXACT, NAMESPACE_ID_BYTES, BlockKey, NamespaceId
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import TaskStatus
 
@@ -34,6 +34,7 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
     persistent: bool = True  # whether keys mean the same in the next process
     rank: int = 0
     world_size: int = 1
+    block_format: str = EXACT
 
 
 class Mapped(msgspec.Struct, tag=True, array_like=True):

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, KVStrataError, ProtocolError
+from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.manager.manager import KVManager, OnPrefault
 from kvstrata.manager.tasks import TaskStatus
 from kvstrata.server import protocol as p
@@ -36,6 +37,7 @@ class Server:
         path: Path,
         *,
         block_bytes: int | None = None,
+        block_format: BlockFormat = EXACT,
         on_prefault: OnPrefault | None = None,
     ) -> None:
         self._on_prefault = on_prefault
@@ -48,7 +50,7 @@ class Server:
         self._listener = sockets.listen(path)
         if block_bytes is not None:
             try:
-                self.open(block_bytes)
+                self.open(block_bytes, block_format)
             except KVStrataError:
                 self._close()
                 raise
@@ -57,12 +59,27 @@ class Server:
     def manager(self) -> KVManager | None:
         return self._manager
 
-    def open(self, block_bytes: int) -> KVManager:
-        """The manager; raises ``ConfigError`` if *block_bytes* is not what it was opened with."""
+    def open(self, block_bytes: int, block_format: BlockFormat) -> KVManager:
+        """The manager; raises ``ConfigError`` if it was opened for other blocks."""
+        wanted = self.config.block_format
+        if block_format.partition(" ")[0] != wanted:
+            raise ConfigError(
+                f"the engine wants blocks kept as {block_format!r}, this server keeps {wanted!r}",
+                hint="set block_format alike for the server and its engines",
+            )
         with self._lock:
             if self._manager is None:
                 self._manager = KVManager(
-                    self.config, block_bytes=block_bytes, on_prefault=self._on_prefault
+                    self.config,
+                    block_bytes=block_bytes,
+                    block_format=block_format,
+                    on_prefault=self._on_prefault,
+                )
+            elif self._manager.block_format != block_format:
+                raise ConfigError(
+                    f"this server keeps blocks as {self._manager.block_format!r}, "
+                    f"not as {block_format!r}",
+                    hint="start one server for each type of elements, each with its own socket",
                 )
             elif self._manager.block_bytes != block_bytes:
                 raise ConfigError(
@@ -191,7 +208,7 @@ class _Connection:
             self._admit(hello)
 
     def _admit(self, hello: p.Hello) -> None:
-        manager = self._manager = self._server.open(hello.block_bytes)
+        manager = self._manager = self._server.open(hello.block_bytes, hello.block_format)
         descriptors = []
         if hello.role == "engine":
             lasting = self._server.config.lasting_tiers

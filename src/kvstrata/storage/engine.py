@@ -17,6 +17,7 @@ from kvstrata.core.layout import (
     group_offsets_bytes,
 )
 from kvstrata.core.limits import resolve_host_capacity
+from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.device import Tensor, device_handle
 from kvstrata.storage.disk import DiskStore
@@ -25,6 +26,7 @@ from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.handles import DeviceType, StorageHandle
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.journal import JOURNAL_NAME
+from kvstrata.storage.quantize import QuantizedStore, element_type_of, quantized_bytes
 from kvstrata.storage.shared_fs import SharedFsStore
 from kvstrata.storage.store import Store
 from kvstrata.storage.superblock import SUPERBLOCK_NAME
@@ -57,9 +59,13 @@ class StorageEngine:
         tiers: Sequence[Tier],
         *,
         remote: Store | None = None,
+        block_format: BlockFormat = EXACT,
     ) -> None:
         """*block*: the KV groups of a block, or its bytes where nobody looks inside. How many
         blocks a tier holds is for *tiers* to say, not for ``num_block``.
+
+        Disk and remote keep blocks in *block_format*: the stores of their handles hold frames of
+        another length then, and ``as_blocks`` makes blocks of them.
 
         *remote* is a store to use as remote tier in place of a shared one of *tiers*; once it is
         made the engine owns it, and closes it. Raises ``ConfigError`` where that cannot be, and
@@ -69,6 +75,10 @@ class StorageEngine:
         self.block_bytes = block if isinstance(block, int) else group_offsets_bytes(block)[-1]
         self._handles: dict[tuple[DeviceType, int], StorageHandle[Any]] = {}
         self._shared: SharedFsStore | None = None
+        self._lossy = element_type_of(block_format)
+        self._kept_bytes = (
+            quantized_bytes(self.block_bytes, self._lossy) if self._lossy else self.block_bytes
+        )
         _check_groups(self.groups)
         host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
         disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
@@ -80,7 +90,7 @@ class StorageEngine:
             )
         self._disk_paths = list(disk.paths) if disk is not None else []
         if remote is not None:
-            _check_remote(remote, self.block_bytes)
+            _check_remote(remote, self._kept_bytes)
         with ExitStack() as undo:
             undo.callback(self.close)
             memory = HostMemory(
@@ -92,7 +102,7 @@ class StorageEngine:
             )
             self._add(DeviceType.HOST, memory, memory.slots)
             if disk is not None:
-                store = open_disk(disk, self.block_bytes)
+                store = open_disk(disk, self._kept_bytes)
                 self._add(DeviceType.DISK, store, store.statistics().capacity_blocks)
             if shared is not None and remote is None:
                 remote = self._open_shared(shared)
@@ -170,13 +180,19 @@ class StorageEngine:
         for device_type, device_id in reversed(list(self._handles)):
             self.free(device_type, device_id)
 
+    def as_blocks(self, store: Store) -> Store:
+        """*store*, of a handle below host memory, as one of blocks."""
+        if self._lossy is None:
+            return store
+        return QuantizedStore(store, self._lossy, block_bytes=self.block_bytes)
+
     def upkeep(self) -> None:
         """What the stores need done every few seconds, from one thread."""
         if self._shared is not None:
             self._shared.sweep()
 
     def _open_shared(self, tier: SharedTier) -> Store:
-        kept_bytes = self.block_bytes + (FRAME_OVERHEAD_BYTES if tier.compress else 0)
+        kept_bytes = self._kept_bytes + (FRAME_OVERHEAD_BYTES if tier.compress else 0)
         self._shared = SharedFsStore(
             tier.path, block_bytes=kept_bytes, capacity_bytes=tier.capacity
         )

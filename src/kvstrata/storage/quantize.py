@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.storage.checksum import DIGEST_BYTES, digest, is_sealed
 from kvstrata.storage.coded import CodedStore
 from kvstrata.storage.store import Store
@@ -68,6 +69,24 @@ def quantized_bytes(block_bytes: int, element_type: ElementType) -> int:
             hint=f"choose tokens_per_block so that a block is a multiple of {group_bytes} bytes",
         )
     return _HEADER.size + groups * (1 + GROUP) + DIGEST_BYTES
+
+
+def element_type_of(block_format: BlockFormat) -> ElementType | None:
+    """What a lossy format is made of; None if it is exact. Others raise ``ConfigError``.
+
+    >>> element_type_of("int8 bfloat16"), element_type_of("exact")
+    ('bfloat16', None)
+    """
+    if block_format == EXACT:
+        return None
+    kind, _, name = block_format.partition(" ")
+    for element_type in _ELEMENTS:
+        if (kind, name) == ("int8", element_type):
+            return element_type
+    raise ConfigError(
+        f"blocks of {name or 'unknown elements'} cannot be kept as {kind}",
+        hint=f"set block_format to exact; int8 is for {', '.join(_ELEMENTS)}",
+    )
 
 
 class QuantizedStore(CodedStore):

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, ServerUnavailable
-from kvstrata.core.types import NAMESPACE_ID_BYTES
+from kvstrata.core.types import EXACT, NAMESPACE_ID_BYTES, NamespaceId
 from kvstrata.integration.vllm.blocks import BlockMath, HeldBlocks
 from kvstrata.integration.vllm.fingerprint import namespace_id
 from kvstrata.integration.vllm.link import CacheLink
@@ -70,13 +70,22 @@ class SchedulerHalf:
         if config.lasting_tiers and fingerprint.persistent_problem:
             refused = config.lasting_tiers[0].kind
             raise ConfigError(f"the {refused} tier is refused: {fingerprint.persistent_problem}")
-        self._base = self._namespace = fingerprint.id
-        self._parts = fingerprint.parts
+        self._base, self._parts = fingerprint.id, fingerprint.parts
+        if identity.block_format != EXACT:
+            # What comes up from below is not what was computed: exact blocks stay apart.
+            self._base = _derived(self._base, identity.block_format.encode())
+            self._parts = {**self._parts, "block_format": identity.block_format}
+        self._namespace = self._base
         self._requests: dict[str, _Tracked] = {}
         hello = identity.hello("engine", persistent=fingerprint.persistent_ok)
         server = None
         if config.server == "embedded":
-            server = EmbeddedServer(config, identity.socket, block_bytes=identity.block_bytes)
+            server = EmbeddedServer(
+                config,
+                identity.socket,
+                block_bytes=identity.block_bytes,
+                block_format=identity.block_format,
+            )
         self._link = CacheLink(config, identity.socket, hello, server)
         self._link.register(self._namespace, self._parts)
         self._loads = Loads(
@@ -164,7 +173,7 @@ class SchedulerHalf:
             # What a running request computes from here on stands on KV of before.
             tracked.offered_blocks = sys.maxsize
         old, epoch = self._namespace, secrets.token_bytes(16)
-        self._namespace = blake3(self._base + epoch).digest(length=NAMESPACE_ID_BYTES)
+        self._namespace = _derived(self._base, epoch)
         self._link.reset(old)
         self._link.register(self._namespace, {**self._parts, "epoch": epoch.hex()})
 
@@ -200,6 +209,11 @@ class SchedulerHalf:
                 "kv_load_failure_policy is 'fail': a load that fails ends its request with an "
                 "error; set it to 'recompute' in --kv-transfer-config to have it computed"
             )
+
+
+def _derived(base: NamespaceId, distinction: bytes) -> NamespaceId:
+    """A namespace of its own for what *distinction* tells from the blocks of *base*."""
+    return blake3(base + distinction).digest(length=NAMESPACE_ID_BYTES)
 
 
 def _block_ids(state: KVConnectorBlockState, request_id: str) -> list[int]:

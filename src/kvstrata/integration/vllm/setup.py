@@ -8,10 +8,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
+from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.integration.vllm.blocks import DEFAULT_TOKENS_PER_BLOCK
 from kvstrata.integration.vllm.geometry import DeviceGeometry, geometry_from_config
 from kvstrata.server import protocol as p
 from kvstrata.server.sockets import embedded_socket
+from kvstrata.storage.quantize import element_type_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class EngineIdentity:
     geometry: DeviceGeometry
     tokens_per_block: int
     world_size: int
+    block_format: BlockFormat
 
     @classmethod
     def of(
@@ -47,6 +50,7 @@ class EngineIdentity:
             geometry=geometry,
             tokens_per_block=tokens,
             world_size=vllm_config.parallel_config.world_size,
+            block_format=_block_format(config, kv_cache_config),
         )
 
     @property
@@ -64,7 +68,18 @@ class EngineIdentity:
             persistent,
             rank,
             self.world_size,
+            self.block_format,
         )
+
+
+def _block_format(config: Config, kv_cache_config: KVCacheConfig) -> BlockFormat:
+    """Raises ``ConfigError`` for a KV cache that has no lossy form."""
+    if config.block_format == EXACT:
+        return EXACT
+    dtype = kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype
+    block_format = f"{config.block_format} {str(dtype).removeprefix('torch.')}"
+    element_type_of(block_format)
+    return block_format
 
 
 def _default_tokens(block_size: int) -> int:
