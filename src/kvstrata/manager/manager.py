@@ -81,24 +81,7 @@ class KVManager:
             disk_capacity_blocks=disk.capacity_blocks if disk else 0,
             remote=below is not None,
         )
-        self._lower: dict[LowerTier, Cascade] = {}
-        if disk is not None:
-            self._cache.restore(disk.data.blocks())
-            self._lower["disk"] = Cascade(
-                "disk",
-                self._storage.as_blocks(disk.data),
-                self._cache,
-                self._lock,
-                limits=_limits_of(config.disk_tier),
-            )
-        if below is not None:
-            self._lower["remote"] = Cascade(
-                "remote",
-                self._storage.as_blocks(below.data),
-                self._cache,
-                self._lock,
-                upkeep=self._storage.upkeep,
-            )
+        self._lower = self._open_lower(config)
         self._sessions = Sessions()
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
         self._puts: dict[int, PutTask] = {}
@@ -118,6 +101,20 @@ class KVManager:
             threading.Thread(
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
             ).start()
+
+    def _open_lower(self, config: Config) -> dict[LowerTier, Cascade]:
+        lower: dict[LowerTier, Cascade] = {}
+        disk, remote = self._storage.disk, self._storage.remote
+        if disk is not None:
+            self._cache.restore(disk.data.blocks())
+            store = self._storage.as_blocks(disk.data)
+            limits = _limits_of(config.disk_tier)
+            lower["disk"] = Cascade("disk", store, self._cache, self._lock, limits=limits)
+        if remote is not None:
+            store = self._storage.as_blocks(remote.data)
+            upkeep = self._storage.upkeep
+            lower["remote"] = Cascade("remote", store, self._cache, self._lock, upkeep=upkeep)
+        return lower
 
     # -- who is there ------------------------------------------------------------------------
 
