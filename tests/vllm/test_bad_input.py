@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.strangers import NOBODY, needs_root, socket_of_a_stranger
-from tests.vllm.engine import BLOCK_SIZE, Engine, EngineFailed
+from tests.vllm.engine import Engine, EngineFailed
 
 from kvstrata.core.load import load_config
 from kvstrata.manager.manager import KVManager
@@ -52,10 +52,6 @@ def test_bad_settings_stop_the_engine_with_a_message(
     before = _contents(later)
     cases: dict[str, tuple[dict[str, Any], list[str]]] = {
         "misspelt": ({"tires": "host:64MiB"}, ["tires", "did you mean", "tiers"]),
-        "multiple": (
-            {"tiers": "host:64MiB", "tokens_per_block": BLOCK_SIZE + 1},
-            [f"tokens_per_block = {BLOCK_SIZE + 1}", f"multiple of {BLOCK_SIZE}"],
-        ),
         "later": (
             {"tiers": f"host:64MiB | disk:{later}:16MiB"},
             [str(later), "has format version 7, this release reads version 2", "hint:"],

@@ -40,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import ServerUnavailable
+from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.core.load import load_config
 from kvstrata.integration.vllm import worker as worker_module
 from kvstrata.integration.vllm.geometry import pages_from_tensors
@@ -673,6 +673,14 @@ def test_what_one_node_has_computed_is_loaded_on_another(
             assert engine.serve("a", tokens, 2) == expected
             assert bench.check_saved_bytes(engine) == 8
             assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
+
+
+def test_blocks_that_are_not_whole_device_blocks_are_refused(bench: Bench) -> None:
+    message = (
+        f"tokens_per_block = {TOKENS + 1} is no multiple of vLLM's block size of {DEVICE_TOKENS}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        bench.engine(tokens_per_block=TOKENS + 1)
 
 
 def test_lossy_blocks_have_a_namespace_of_their_own(folder: Path) -> None:
