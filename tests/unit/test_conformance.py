@@ -25,6 +25,7 @@ from kvstrata.testing.memory import Value
 
 BLOCK_BYTES = 4096
 SLOTS = 8
+VARIABLE = Traits(variable=True)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def _no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 class OverMemory(StoreConformance):
     """A wrapper around the reference; ``wrap`` says which."""
 
-    variable = False
+    variable = False  # the reference, inside
     inner_bytes = BLOCK_BYTES
 
     def open_store(self, place: Path) -> Store:
@@ -115,6 +116,7 @@ class TestMemoryStore(OverMemory):
 
 
 class TestVariableMemoryStore(OverMemory):
+    traits = VARIABLE
     variable = True
 
 
@@ -198,6 +200,7 @@ class TestSlowOverMemory(OverMemory):
 
 
 class TestCompressedOverMemory(OverMemory):
+    traits = VARIABLE
     variable = True
     inner_bytes = BLOCK_BYTES + FRAME_OVERHEAD_BYTES
 
@@ -238,6 +241,7 @@ class TestQuantizedOverDisk(Quantized, OverDisk):
 class TestAllTogether(OverMemory):
     """As a remote store would be wrapped."""
 
+    traits = VARIABLE
     variable = True
     inner_bytes = BLOCK_BYTES + FRAME_OVERHEAD_BYTES
 

@@ -22,7 +22,7 @@ FILE_BYTES = BLOCK_BYTES + 4096
 NAMESPACE = b"n" * 16
 OTHER_NAMESPACE = b"o" * 16
 # What other nodes have added, or this one before a restart, is known after a sweep.
-AS_FAR_AS_IT_KNOWS = Traits(persistent=True, bounded=False, counts=False)
+AS_FAR_AS_IT_KNOWS = Traits(persistent=True, variable=True, bounded=False, counts=False)
 AT_ONCE = Times(touch_seconds=0, lease_seconds=0, census_seconds=0, abandoned_seconds=0)
 
 

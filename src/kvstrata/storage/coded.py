@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
+from kvstrata.storage.batch import check_lengths
 from kvstrata.storage.store import Store, StoreStatistics
 
 _SCRATCH_BYTES: Final = 8 << 20  # what one call holds of frames at a time
@@ -54,7 +54,7 @@ class CodedStore(ABC):
         return self._inner.exists(keys)
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
-        self._check_lengths(buffers)
+        check_lengths(buffers, self._block_bytes, variable=self._variable)
         fates: list[Read] = []
         for first in range(0, len(keys), self._part):
             part = slice(first, first + self._part)
@@ -67,7 +67,7 @@ class CodedStore(ABC):
         parents: Sequence[StoreKey | None],
         buffers: Sequence[memoryview],
     ) -> list[Write]:
-        self._check_lengths(buffers)
+        check_lengths(buffers, self._block_bytes, variable=self._variable)
         fates: list[Write] = []
         for first in range(0, len(keys), self._part):
             part = slice(first, first + self._part)
@@ -119,11 +119,3 @@ class CodedStore(ABC):
         finally:
             with self._lock:
                 self._idle_frames += frames
-
-    def _check_lengths(self, buffers: Sequence[memoryview]) -> None:
-        shortest = 1 if self._variable else self._block_bytes
-        for buffer in buffers:
-            if not shortest <= buffer.nbytes <= self._block_bytes:
-                raise InvariantViolated(
-                    f"a buffer of {buffer.nbytes} bytes for blocks of {self._block_bytes}"
-                )

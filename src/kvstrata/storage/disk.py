@@ -13,13 +13,13 @@ from threading import Lock
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.types import (
     NAMESPACE_ID_BYTES,
-    STORE_KEY_BYTES,
     NamespaceId,
     Read,
     StoredBlock,
     StoreKey,
     Write,
 )
+from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.disk_directory import Wanted, open_directories, store_name
 from kvstrata.storage.disk_free import FreeSlots
 from kvstrata.storage.disk_slots import Piece
@@ -117,7 +117,8 @@ class DiskStore:
             return [key in self._table for key in keys]
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
-        self._check_batch(keys, buffers)
+        check_keys(keys)
+        check_lengths(buffers, self._block_bytes, variable=False)
         with self._call("read"):
             entries = self._pin(keys)
             try:
@@ -131,8 +132,9 @@ class DiskStore:
         parents: Sequence[StoreKey | None],
         buffers: Sequence[memoryview],
     ) -> list[Write]:
-        self._check_batch(keys, buffers)
-        _check_keys([parent for parent in parents if parent is not None])
+        check_keys(keys)
+        check_lengths(buffers, self._block_bytes, variable=False)
+        check_keys(parents)
         with self._call("written"):
             fates, reserved = self._reserve(keys, parents)
             try:
@@ -210,14 +212,6 @@ class DiskStore:
             last = self._closed and self._active_calls == 0
         if last:
             self._directories.close()
-
-    def _check_batch(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> None:
-        _check_keys(keys)
-        for buffer in buffers:
-            if buffer.nbytes != self._block_bytes:
-                raise InvariantViolated(
-                    f"a buffer of {buffer.nbytes} bytes for blocks of {self._block_bytes}"
-                )
 
     def _pin(self, keys: Sequence[StoreKey]) -> list[Entry | None]:
         with self._lock:
@@ -347,12 +341,6 @@ class DiskStore:
         with self._lock:
             for slot in slots:
                 self._free.give(slot)
-
-
-def _check_keys(keys: Sequence[StoreKey]) -> None:
-    for key in keys:
-        if len(key) != STORE_KEY_BYTES:
-            raise InvariantViolated(f"a store key of {len(key)} bytes, expected {STORE_KEY_BYTES}")
 
 
 def _take(keys: set[StoreKey], key: StoreKey) -> bool:

@@ -18,12 +18,12 @@ from typing import Final
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import (
     NAMESPACE_ID_BYTES,
-    STORE_KEY_BYTES,
     NamespaceId,
     Read,
     StoreKey,
     Write,
 )
+from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.shared_fs_census import Held, delete_namespace, unlink
 from kvstrata.storage.shared_fs_directory import make_shard, open_directory
 from kvstrata.storage.shared_fs_file import (
@@ -102,7 +102,7 @@ class SharedFsStore:
         return self._direct
 
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
-        _check_keys(keys)
+        check_keys(keys)
         with self._call("looked up"):
             found = [_file_bytes(self._names.block(key)) is not None for key in keys]
             if not all(found):
@@ -110,7 +110,8 @@ class SharedFsStore:
             return found
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
-        self._check_batch(keys, buffers)
+        check_keys(keys)
+        check_lengths(buffers, self._block_bytes, variable=True)
         with self._call("read"):
             fates = [self._read(*block) for block in zip(keys, buffers, strict=True)]
             if Read.MISS in fates:
@@ -123,13 +124,14 @@ class SharedFsStore:
         parents: Sequence[StoreKey | None],
         buffers: Sequence[memoryview],
     ) -> list[Write]:
-        self._check_batch(keys, buffers)
-        _check_keys([parent for parent in parents if parent is not None])
+        check_keys(keys)
+        check_lengths(buffers, self._block_bytes, variable=True)
+        check_keys(parents)
         with self._call("written"):
             return [self._write(*block) for block in zip(keys, parents, buffers, strict=True)]
 
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
-        _check_keys(keys)
+        check_keys(keys)
         with self._call("changed"):
             found = [self._remove(self._names.block(key)) for key in keys]
             if not all(found):
@@ -260,14 +262,6 @@ class SharedFsStore:
         """A name that nobody else has used, on this node or another."""
         return f"{self._node}-{next(self._numbers)}"
 
-    def _check_batch(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> None:
-        _check_keys(keys)
-        for buffer in buffers:
-            if not 1 <= buffer.nbytes <= self._block_bytes:
-                raise InvariantViolated(
-                    f"a buffer of {buffer.nbytes} bytes for values of 1 to {self._block_bytes}"
-                )
-
     def _check_mounted(self) -> None:
         """Raise ``OSError`` if what is missing is not a block but the file system."""
         os.stat(self._names.blocks)
@@ -292,12 +286,6 @@ class SharedFsStore:
                 f"shared store {self._path} cannot be {done}: {e}",
                 hint="check that its file system is mounted, and that its server answers",
             ) from e
-
-
-def _check_keys(keys: Sequence[StoreKey]) -> None:
-    for key in keys:
-        if len(key) != STORE_KEY_BYTES:
-            raise InvariantViolated(f"a store key of {len(key)} bytes, expected {STORE_KEY_BYTES}")
 
 
 def _file_bytes(path: str) -> int | None:

@@ -7,6 +7,7 @@ from kvstrata.testing.value_rules import ValueRules
 class StoreConformance(ValueRules, LifeRules):
     """Inherit it in a class whose name begins with ``Test`` and give it ``open_store``.
 
-    Override ``damage`` and ``outage`` too if the store can be damaged or cut off: their rules
-    are skipped otherwise. Every test is a rule, in words in its docstring.
+    Say in ``traits`` what the store promises, and override ``damage`` and ``outage`` if it can be
+    damaged or cut off: that is what brings in the rules for it. Every test is a rule, in words in
+    its docstring.
     """

@@ -17,8 +17,8 @@ from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import Read, Write
 from kvstrata.storage.store import Store
 from kvstrata.testing.machine import store_machine
-from kvstrata.testing.samples import dirty, fetch, key
-from kvstrata.testing.subject import StoreSubject
+from kvstrata.testing.samples import ONE, dirty, fetch, key
+from kvstrata.testing.subject import StoreSubject, can_be_cut_off, can_be_damaged, only_if
 
 _THREADS: Final = 4
 _ROUNDS: Final = 40
@@ -47,16 +47,16 @@ class LifeRules(StoreSubject):
             lambda: store.read_into([key(1)], [dirty(len(content))]),
             lambda: store.write([key(2)], [None], [content]),
             lambda: store.remove([key(1)]),
+            lambda: store.drop_namespace(ONE),
             store.statistics,
         ]
         for call in calls:
             with pytest.raises(TierUnavailable):
                 call()
 
+    @only_if(lambda suite: suite.traits.persistent)
     def test_a_persistent_store_has_its_blocks_after_a_restart(self, place: Path) -> None:
         """What was ``STORED`` is read, and what was removed stays away."""
-        if not self.traits.persistent:
-            pytest.skip("the store is not persistent")
         store = self.open_store(place)
         self._put(store, 1, 2, 3)
         store.remove([key(2)])
@@ -115,6 +115,7 @@ class LifeRules(StoreSubject):
 
     # Faults
 
+    @only_if(can_be_damaged)
     def test_a_damaged_block_is_corrupt_and_then_gone(self, store: Store, place: Path) -> None:
         """Its bytes are never a hit; it is counted, forgotten, and may be written anew."""
         self._put(store, 1, 2, 3)
@@ -130,6 +131,7 @@ class LifeRules(StoreSubject):
         assert self._put(store, 2) == [Write.STORED]
         self._assert_holds(store, key(2), 2)
 
+    @only_if(can_be_cut_off)
     def test_an_unreachable_store_says_so(self, store: Store, place: Path) -> None:
         """Reads and writes raise ``TierUnavailable``: a miss would be a lie.
 

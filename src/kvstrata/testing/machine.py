@@ -28,6 +28,7 @@ class Traits:
     """What a store promises beyond the contract."""
 
     persistent: bool = False  # opened again at the same place it has its blocks
+    variable: bool = False  # as its statistics say
     bounded: bool = True  # FULL at statistics().capacity_blocks, and never before
     counts: bool = True  # statistics().blocks is exact
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.types import STORE_KEY_BYTES, NamespaceId, Read, StoreKey, Write
+from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
+from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.checksum import digest
 from kvstrata.storage.store import StoreStatistics
 
@@ -48,15 +49,14 @@ class MemoryStore:
             value.content = bytes([value.content[0] ^ 0x10]) + value.content[1:]
 
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
-        _check_keys(keys)
+        check_keys(keys)
         with self._lock:
             self._check_open()
             return [key in self.values for key in keys]
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
-        _check_keys(keys)
-        for buffer in buffers:
-            self._check_length(buffer)
+        check_keys(keys)
+        check_lengths(buffers, self._block_bytes, variable=self._variable)
         with self._lock:
             self._check_open()
             return [self._read_one(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
@@ -67,10 +67,9 @@ class MemoryStore:
         parents: Sequence[StoreKey | None],
         buffers: Sequence[memoryview],
     ) -> list[Write]:
-        _check_keys(keys)
-        _check_keys([parent for parent in parents if parent is not None])
-        for buffer in buffers:
-            self._check_length(buffer)
+        check_keys(keys)
+        check_keys(parents)
+        check_lengths(buffers, self._block_bytes, variable=self._variable)
         with self._lock:
             self._check_open()
             return [
@@ -79,7 +78,7 @@ class MemoryStore:
             ]
 
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
-        _check_keys(keys)
+        check_keys(keys)
         with self._lock:
             self._check_open()
             return [self.values.pop(key, None) is not None for key in keys]
@@ -134,16 +133,3 @@ class MemoryStore:
     def _check_open(self) -> None:
         if self._closed:
             raise TierUnavailable("the memory store is closed")
-
-    def _check_length(self, buffer: memoryview) -> None:
-        shortest = 1 if self._variable else self._block_bytes
-        if not shortest <= buffer.nbytes <= self._block_bytes:
-            raise InvariantViolated(
-                f"a buffer of {buffer.nbytes} bytes, expected {shortest} to {self._block_bytes}"
-            )
-
-
-def _check_keys(keys: Sequence[StoreKey]) -> None:
-    for key in keys:
-        if len(key) != STORE_KEY_BYTES:
-            raise InvariantViolated(f"a store key of {len(key)} bytes, expected {STORE_KEY_BYTES}")

@@ -1,10 +1,10 @@
 """The store that a suite tests: how to open, damage and cut it off, and what it holds."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final, TypeVar
 
 import pytest
 
@@ -13,11 +13,45 @@ from kvstrata.storage.store import Store
 from kvstrata.testing.machine import Traits
 from kvstrata.testing.samples import dirty, fetch, key, random_value
 
+Rule = TypeVar("Rule", bound=Callable[..., None])
+_CONDITIONS: Final[dict[str, Callable[[type["StoreSubject"]], bool]]] = {}  # by name of the rule
+
+
+def only_if(promised: Callable[[type["StoreSubject"]], bool]) -> Callable[[Rule], Rule]:
+    """Mark a rule as one for suites of which *promised* is true."""
+
+    def mark(rule: Rule) -> Rule:
+        _CONDITIONS[rule.__name__] = promised
+        return rule
+
+    return mark
+
+
+def can_be_damaged(suite: type["StoreSubject"]) -> bool:
+    return suite.damage is not StoreSubject.damage
+
+
+def can_be_cut_off(suite: type["StoreSubject"]) -> bool:
+    return suite.outage is not StoreSubject.outage
+
 
 class StoreSubject(ABC):
-    """What a suite needs to know about a store. Only ``open_store`` must be given."""
+    """What a suite needs to know about a store. Only ``open_store`` must be given.
+
+    A suite has the rules for what its store promises: those for other traits, and those for
+    damage and outages that it cannot bring about, are not in it.
+    """
 
     traits: ClassVar[Traits] = Traits()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.open_store is StoreSubject.open_store:
+            return  # of rules, not of a store
+        for base in reversed(cls.__mro__):
+            for name, rule in list(vars(base).items()):
+                if name in _CONDITIONS:
+                    setattr(cls, name, rule if _CONDITIONS[name](cls) else None)
 
     @abstractmethod
     def open_store(self, place: Path) -> Store:
@@ -34,11 +68,11 @@ class StoreSubject(ABC):
 
     def damage(self, store: Store, place: Path, wanted: StoreKey) -> None:
         """Change a stored byte of the block *wanted* behind the back of *store*."""
-        pytest.skip("the store does not say how to damage it")
+        raise AssertionError("override damage: the rule for it is in no suite that does not")
 
     def outage(self, store: Store, place: Path) -> AbstractContextManager[object]:
         """A context in which *store* cannot reach its blocks."""
-        pytest.skip("the store does not say how to cut it off")
+        raise AssertionError("override outage: the rule for it is in no suite that does not")
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Path:
@@ -64,18 +98,6 @@ class StoreSubject(ABC):
 
     def _assert_holds(self, store: Store, wanted: StoreKey, number: int) -> None:
         assert fetch(store, wanted) == self._value(store, number)
-
-    def _variable_block_bytes(self, store: Store) -> int:
-        size = store.statistics()
-        if not size.variable:
-            pytest.skip("the store is not variable")
-        return size.block_bytes
-
-    def _capacity(self, store: Store) -> int:
-        capacity = store.statistics().capacity_blocks
-        if not capacity or not self.traits.bounded:
-            pytest.skip("the store is never full")
-        return capacity
 
     def _assert_whole(
         self, store: Store, numbers: Sequence[int], values: Sequence[Sequence[bytes]]

@@ -6,7 +6,7 @@ from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import Read, Write
 from kvstrata.storage.store import Store
 from kvstrata.testing.samples import ONE, OTHER, dirty, fetch, key
-from kvstrata.testing.subject import StoreSubject
+from kvstrata.testing.subject import StoreSubject, only_if
 
 
 class ValueRules(StoreSubject):
@@ -88,9 +88,10 @@ class ValueRules(StoreSubject):
         assert store.remove([key(1)]) == [True]
         self._assert_holds(store, key(2), 1)
 
+    @only_if(lambda suite: suite.traits.variable)
     def test_a_variable_store_keeps_the_length(self, store: Store) -> None:
         """A shorter value is kept at its length and read into the first bytes of a buffer."""
-        length = self._variable_block_bytes(store)
+        length = store.statistics().block_bytes
         lengths = [1, 7, length // 2, length - 1, length]
         values = [self.value(number, each) for number, each in enumerate(lengths)]
         wanted = [key(number) for number in range(len(lengths))]
@@ -168,9 +169,10 @@ class ValueRules(StoreSubject):
                 store.read_into([key(1)], [dirty(length)])
         assert store.exists([key(1), key(2)]) == [True, False]
 
+    @only_if(lambda suite: suite.traits.variable)
     def test_a_buffer_shorter_than_its_value_is_a_bug(self, store: Store) -> None:
         """A variable store raises ``InvariantViolated`` rather than serving a part."""
-        length = self._variable_block_bytes(store)
+        length = store.statistics().block_bytes
         self._put(store, 1)
         with pytest.raises(InvariantViolated):
             store.read_into([key(1)], [dirty(length - 1)])
@@ -187,9 +189,16 @@ class ValueRules(StoreSubject):
 
     # Room
 
+    def test_the_statistics_bear_the_traits_out(self, store: Store) -> None:
+        """A store is *variable* if it says so, and has a capacity if it is ever full."""
+        size = store.statistics()
+        assert size.variable == self.traits.variable
+        assert size.capacity_blocks > 0 or not self.traits.bounded
+
+    @only_if(lambda suite: suite.traits.bounded)
     def test_a_full_store_says_so(self, store: Store) -> None:
         """Blocks that fit are ``STORED``, the others ``FULL``; nothing makes room by itself."""
-        capacity = self._capacity(store)
+        capacity = store.statistics().capacity_blocks
         numbers = range(1, capacity + 3)
         assert self._put(store, *numbers) == [Write.STORED] * capacity + [Write.FULL] * 2
         assert store.exists([key(number) for number in numbers]) == [True] * capacity + [False] * 2
@@ -197,19 +206,19 @@ class ValueRules(StoreSubject):
             self._assert_holds(store, key(number), number)
         assert self._put(store, 1, capacity + 1) == [Write.EXISTS, Write.FULL]
 
+    @only_if(lambda suite: suite.traits.bounded)
     def test_a_removed_block_makes_room_for_another(self, store: Store) -> None:
         """Room is not lost, however often it changes hands."""
-        capacity = self._capacity(store)
+        capacity = store.statistics().capacity_blocks
         self._put(store, *range(1, capacity + 1))
         for number in range(capacity + 1, 3 * capacity):
             assert store.remove([key(number - capacity)]) == [True]
             assert self._put(store, number) == [Write.STORED]
             self._assert_holds(store, key(number), number)
 
+    @only_if(lambda suite: suite.traits.counts)
     def test_statistics_count_what_is_there(self, store: Store) -> None:
         """``blocks`` follows writes and removals; sizes stay."""
-        if not self.traits.counts:
-            pytest.skip("the store does not count exactly")
         before = store.statistics()
         self._put(store, 1, 2, 3, 1)
         store.remove([key(2), key(9)])
