@@ -1,0 +1,388 @@
+"""A map from keys to small numbers in a few arrays: no object per key, batches in one call."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.free_ids import FreeIds
+from kvstrata.core.keys import ABSENT, BlockIds, KeyArray
+from kvstrata.core.namespaces import Namespaces
+from kvstrata.core.types import NAMESPACE_ID_BYTES, STORE_KEY_BYTES, NamespaceId, StoreKey
+
+_MAX_CAPACITY: Final = 1 << 29  # ids and links are 32 bits wide
+_PIECE: Final = 1 << 16  # ids looked at in one step of an iteration
+_LONG_RUN: Final = 1024  # ids that go on by one; after a shorter run keys are looked up in pieces
+_RUN_TRIES: Final = 2  # and after so many short ones no more are tried
+_PROBE: Final = 2048  # keys looked up together
+_FOUR_TRUE: Final = np.uint32(0x01010101)
+
+_Words = NDArray[np.uint64]  # (n, 4): keys as stored, the first word changed by the namespace
+_Links = NDArray[np.int64]  # indices into ``KeyTable._links``
+
+
+class KeyTable:
+    """Fixed-capacity map from (namespace, key) to an id ``0 .. capacity-1``. Not thread-safe.
+
+    Keys are compared in full. Every operation takes time proportional to the keys it is given,
+    whatever the table holds, and is at its best with many at once. Memory is what the operating
+    system has to back: an unused part of the capacity costs address space, and the buckets.
+
+    A hash table with chains: ``_links`` holds, for each id, the next one in its chain, and after
+    those the first id of each bucket. A key's first word is kept with a random mask of its
+    namespace in it, so that the four words of a row tell namespaces apart too, and nobody can
+    choose keys that share a bucket.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if not 0 <= capacity <= _MAX_CAPACITY:
+            raise ValueError(f"a table of {capacity} keys; at most {_MAX_CAPACITY}")
+        self.capacity = capacity
+        bits = max(1, (capacity - 1).bit_length())
+        self._links = np.full(capacity + (1 << bits), ABSENT, np.int32)
+        self._words = np.zeros((max(1, capacity), 4), np.uint64)  # one row to look at, at least
+        self._numbers = np.full(capacity, ABSENT, np.int32)  # the namespace of each id in use
+        self._free = FreeIds(capacity)
+        self._shift = np.uint64(64 - bits)
+        self._factor = np.frombuffer(os.urandom(8), np.uint64)[0] | np.uint64(1)
+        self._spaces = Namespaces()
+
+    def __len__(self) -> int:
+        return self._free.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space of all arrays."""
+        arrays = (self._links, self._words, self._numbers)
+        return sum(array.nbytes for array in arrays) + self._free.nbytes
+
+    @property
+    def namespaces(self) -> list[NamespaceId | None]:
+        """Of each number its namespace; ``None`` for one that is not in use."""
+        return list(self._spaces.names)
+
+    def namespace_number(self, namespace: NamespaceId) -> int:
+        """The number of *namespace*, ``ABSENT`` if nothing of it is in the table.
+
+        Numbers are small, and given to another namespace once nothing of this one is left.
+        """
+        return self._spaces.number(namespace)
+
+    def count(self, number: int) -> int:
+        """How many keys the namespace of that *number* has."""
+        return self._spaces.counts[number]
+
+    def numbers(self, ids: BlockIds) -> NDArray[np.int32]:
+        """The namespace's number of each id, ``ABSENT`` for ids that are not in use."""
+        return self._numbers[ids]
+
+    def retire(self, namespace: NamespaceId) -> int:
+        """Find nothing of *namespace* any more, at once; its number, or ``ABSENT``.
+
+        Its ids stay in use until they are removed. What is added under the same name from now on
+        gets another number.
+        """
+        return self._spaces.retire(namespace)
+
+    def find(self, namespace: NamespaceId, keys: KeyArray) -> BlockIds:
+        """The id of each key, ``ABSENT`` where it is not in the table."""
+        number = self.namespace_number(namespace)
+        if number == ABSENT:
+            return np.full(len(keys), ABSENT, np.int32)
+        words = self._masked(number, keys)
+        return self._look_up(words, self._first_links(words))
+
+    def longest_prefix(self, namespace: NamespaceId, keys: KeyArray) -> BlockIds:
+        """The ids of the leading *keys* that are all in the table."""
+        number = self.namespace_number(namespace)
+        if number == ABSENT:
+            return np.empty(0, np.int32)
+        pieces = [np.empty(0, np.int32)]
+        start, tries = 0, 0
+        while start < len(keys):
+            words = self._masked(number, keys[start : start + (_PROBE if tries else 1)])
+            ids = self._look_up(words, self._first_links(words))
+            found = _leading(ids != ABSENT)
+            pieces.append(ids[:found])
+            start += found
+            if found < len(ids):
+                break
+            if tries < _RUN_TRIES:
+                pieces.append(self._run_after(int(ids[-1]), number, keys[start:]))
+                start += len(pieces[-1])
+                tries += len(pieces[-1]) < _LONG_RUN
+        return np.concatenate(pieces)
+
+    def add(self, namespace: NamespaceId, keys: KeyArray) -> BlockIds:
+        """Take in *keys*, none of them in the table, all different; their ids.
+
+        When there is no room for all, the leading ones are taken in. Of two equal keys none is:
+        ``InvariantViolated``.
+        """
+        keys = keys[: self._free.count]
+        if not len(keys):
+            return np.empty(0, np.int32)
+        number = self._spaces.intern(namespace)
+        words = self._masked(number, keys)
+        return self._insert(words, self._first_links(words), number)
+
+    def find_or_add(
+        self, namespace: NamespaceId, keys: KeyArray
+    ) -> tuple[BlockIds, NDArray[np.bool_]]:
+        """``find``, then ``add`` what is absent: the ids, and which of them are new.
+
+        When there is no room for all that is absent, both are shorter than *keys*.
+        """
+        number = self._spaces.intern(namespace)
+        words = self._masked(number, keys)
+        links = self._first_links(words)
+        ids = self._look_up(words, links)
+        new = ids == ABSENT
+        absent = np.flatnonzero(new)
+        if len(absent) > self._free.count:
+            room = int(absent[self._free.count])
+            ids, new, absent = ids[:room], new[:room], absent[: self._free.count]
+        if len(absent) == len(keys):
+            ids = self._insert(words, links, number)
+        elif len(absent):
+            ids[absent] = self._insert(words[absent], links[absent], number)
+        self._spaces.settle(number)
+        return ids, new
+
+    def remove(self, ids: BlockIds) -> None:
+        """Take *ids* out; ``InvariantViolated``, and no change, if one is unknown or twice there."""
+        if not len(ids):
+            return
+        numbers = self._take_marks(ids)
+        words = self._words[ids]
+        at = self._first_links(words)
+        wanted = ids
+        while len(wanted):
+            here = self._links[at]
+            if here.min() == ABSENT:
+                raise InvariantViolated("a key is not in the chain of its bucket")
+            gone = self._numbers[here] < 0  # of this call: also those that another row looks for
+            self._links[at[gone]] = self._links[here[gone]]
+            missing = here != wanted
+            at = np.where(gone, at, here)[missing]
+            wanted = wanted[missing]
+        self._numbers[ids] = ABSENT
+        self._links[ids] = ABSENT
+        self._free.release(ids)
+        for number, count in _counted(numbers):
+            self._spaces.add(number, -count)
+            self._spaces.settle(number)
+
+    def find_mixed(self, store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> BlockIds:
+        """The id of each key with its namespace before it, ``ABSENT`` where it is not there."""
+        rows = _store_key_rows(store_keys)
+        ids = np.full(len(rows), ABSENT, np.int32)
+        for namespace, which in _by_namespace(rows):
+            keys = np.ascontiguousarray(rows[which, NAMESPACE_ID_BYTES:])
+            ids[which] = self.find(namespace, keys)
+        return ids
+
+    def add_mixed(self, store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> BlockIds:
+        """``add`` for keys with their namespaces before them."""
+        rows = _store_key_rows(store_keys)[: self._free.count]
+        ids = np.full(len(rows), ABSENT, np.int32)
+        for namespace, which in _by_namespace(rows):
+            keys = np.ascontiguousarray(rows[which, NAMESPACE_ID_BYTES:])
+            ids[which] = self.add(namespace, keys)
+        return ids
+
+    def keys(self, ids: BlockIds) -> KeyArray:
+        """The keys of *ids*, all in use."""
+        numbers = self._numbers[ids]
+        if len(ids) and numbers.min() < 0:
+            raise InvariantViolated("the key of an id that is not in use is asked for")
+        words = self._words[ids]
+        for number, _ in _counted(numbers):
+            words[:, 0] ^= np.where(numbers == number, self._spaces.masks[number], np.uint64(0))
+        return words.view(np.uint8)
+
+    def store_key_array(self, ids: BlockIds) -> KeyArray:
+        """The keys of *ids* with their namespaces before them, shape ``(n, STORE_KEY_BYTES)``."""
+        rows = np.empty((len(ids), STORE_KEY_BYTES), np.uint8)
+        rows[:, NAMESPACE_ID_BYTES:] = self.keys(ids)
+        numbers = self._numbers[ids]
+        for number, _ in _counted(numbers):
+            name = np.frombuffer(self._spaces.names[number] or b"", np.uint8)
+            rows[numbers == number, :NAMESPACE_ID_BYTES] = name
+        return rows
+
+    def store_keys(self, ids: BlockIds) -> list[StoreKey]:
+        """The keys of *ids* with their namespaces before them."""
+        joined = self.store_key_array(ids).tobytes()
+        return [joined[i : i + STORE_KEY_BYTES] for i in range(0, len(joined), STORE_KEY_BYTES)]
+
+    def ids(self, namespace: NamespaceId | None = None) -> Iterator[BlockIds]:
+        """The ids of *namespace*, or all, ascending, in pieces of bounded length.
+
+        Each piece is as of when it is asked for; the table may change in between.
+        """
+        number = ABSENT if namespace is None else self.namespace_number(namespace)
+        if namespace is None or number != ABSENT:
+            yield from self.ids_of_number(number)
+
+    def ids_of_number(self, number: int) -> Iterator[BlockIds]:
+        """``ids`` of the namespace of that *number*; of all for ``ABSENT``."""
+        start = 0
+        while start < self._free.fresh:
+            piece = self.ids_in(start, start + _PIECE, number)
+            start += _PIECE
+            if len(piece):
+                yield piece
+
+    def ids_in(self, start: int, end: int, number: int) -> BlockIds:
+        """The ids of that namespace from *start* up to *end*; of all for ``ABSENT``."""
+        numbers = self._numbers[start:end]
+        found = numbers >= 0 if number == ABSENT else numbers == number
+        return (np.flatnonzero(found) + start).astype(np.int32)
+
+    def check(self) -> None:
+        """Raises ``InvariantViolated`` if chains, numbers, counts and free ids contradict."""
+        self._free.check()
+        used = np.flatnonzero(self._numbers >= 0)
+        if len(used) != len(self) or self._free.is_used(used).sum() != len(used):
+            raise InvariantViolated("ids in use and ids with a namespace are not the same")
+        counts = self._spaces.counts
+        if np.bincount(self._numbers[used], minlength=len(counts)).tolist() != counts:
+            raise InvariantViolated("the keys of a namespace are counted wrongly")
+        self._spaces.check()
+        words = self._words[used]
+        if (self._look_up(words, self._first_links(words)) != used).any():
+            raise InvariantViolated("a key is not found, or twice in the table")
+        if np.count_nonzero(self._links != ABSENT) != len(used):
+            raise InvariantViolated("a chain holds an id that is not in use")
+
+    def _masked(self, number: int, keys: KeyArray) -> _Words:
+        words = np.array(keys.view(np.uint64))  # a copy, and aligned
+        words[:, 0] ^= self._spaces.masks[number]
+        return words
+
+    def _first_links(self, words: _Words) -> _Links:
+        """Of each key the link that leads to its bucket's first id."""
+        mixed = (words[:, 0] ^ words[:, 3]) * self._factor
+        links: _Links = (mixed >> self._shift).view(np.int64)
+        links += self.capacity
+        return links
+
+    def _look_up(self, words: _Words, links: _Links) -> BlockIds:
+        ids = self._links.take(links)
+        pending = np.flatnonzero(~self._holds(ids, words) & (ids != ABSENT))
+        while len(pending):
+            here = self._links.take(ids[pending])
+            ids[pending] = here
+            right = self._holds(here, words.take(pending, axis=0))
+            pending = pending[~right & (here != ABSENT)]
+        return ids
+
+    def _holds(self, ids: BlockIds, words: _Words) -> NDArray[np.bool_]:
+        """Whether each id's row has these words; without meaning where an id is ``ABSENT``."""
+        return _rows_equal(self._words.take(ids, axis=0), words)
+
+    def _run_after(self, last: int, number: int, keys: KeyArray) -> BlockIds:
+        """The ids that follow *last* by one each for as long as they are those of *keys*."""
+        start, done, piece = last + 1, 0, 64
+        end = min(len(keys), self.capacity - start)
+        while done < end:
+            some = slice(start + done, start + min(end, done + piece))
+            equal = _rows_equal(
+                self._words[some], self._masked(number, keys[done : min(end, done + piece)])
+            )
+            equal &= self._numbers[some] == number
+            found = _leading(equal)
+            done += found
+            if found < len(equal):
+                break
+            piece = 8 * piece
+        return np.arange(start, start + done, dtype=np.int32)
+
+    def _insert(self, words: _Words, links: _Links, number: int) -> BlockIds:
+        ids = self._free.take(len(words))
+        self._words[ids] = words
+        self._numbers[ids] = number
+        self._spaces.add(number, len(ids))
+        twice = False
+        waiting, at = ids, links
+        while len(waiting):
+            below = self._links[at]
+            self._links[at] = waiting
+            first = self._links[at]  # of several for one bucket, one got in
+            won = first == waiting
+            self._links[waiting[won]] = below[won]
+            waiting, at, first = waiting[~won], at[~won], first[~won]
+            # Equal keys share a bucket, so each meets the other here.
+            twice |= bool(len(waiting) and self._holds(first, self._words[waiting]).any())
+        if twice:
+            self.remove(ids)
+            raise InvariantViolated("a key is added twice")
+        return ids
+
+    def _take_marks(self, ids: BlockIds) -> NDArray[np.int32]:
+        """Mark *ids* as not in use; the numbers of their namespaces."""
+        if ids.min() < 0 or ids.max() >= self.capacity:
+            raise InvariantViolated("a key is removed by an id that cannot be")
+        numbers = self._numbers[ids]
+        if numbers.min() < 0:
+            raise InvariantViolated("a key is removed that is not in the table")
+        marks = np.arange(-2, -2 - len(ids), -1, dtype=np.int32)
+        self._numbers[ids] = marks
+        if (self._numbers[ids] != marks).any():
+            self._numbers[ids] = numbers
+            raise InvariantViolated("a key is removed twice in one call")
+        return numbers
+
+
+def _rows_equal(left: _Words, right: _Words) -> NDArray[np.bool_]:
+    """Row by row; both of four words, C-contiguous."""
+    equal: NDArray[np.bool_] = (left == right).view(np.uint32).ravel() == _FOUR_TRUE
+    return equal
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    """How many of *flags* are set before the first that is not."""
+    first = int(flags.argmin()) if len(flags) else 0
+    return len(flags) if len(flags) and flags[first] else first
+
+
+def _counted(numbers: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+    """Each different number, and how often it is there."""
+    if not len(numbers):
+        return
+    first = int(numbers[0])
+    if (numbers == first).all():
+        yield first, len(numbers)
+        return
+    yield from zip(*(part.tolist() for part in np.unique(numbers, return_counts=True)), strict=True)
+
+
+def _store_key_rows(store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    if isinstance(store_keys, np.ndarray):
+        if store_keys.dtype.itemsize == STORE_KEY_BYTES:
+            store_keys = np.ascontiguousarray(store_keys).view(np.uint8)
+        return store_keys.reshape(-1, STORE_KEY_BYTES)
+    if not set(map(len, store_keys)) <= {STORE_KEY_BYTES}:
+        raise ValueError(f"a store key has {STORE_KEY_BYTES} bytes")
+    return np.frombuffer(b"".join(store_keys), np.uint8).reshape(-1, STORE_KEY_BYTES)
+
+
+def _by_namespace(
+    rows: NDArray[np.uint8],
+) -> Iterator[tuple[NamespaceId, NDArray[np.intp] | slice]]:
+    """Each namespace of *rows*, and which rows are of it."""
+    if not len(rows):
+        return
+    heads = np.ascontiguousarray(rows[:, :NAMESPACE_ID_BYTES]).view(np.uint64)
+    if (heads == heads[0]).all():
+        yield rows[0, :NAMESPACE_ID_BYTES].tobytes(), slice(None)
+        return
+    different, inverse = np.unique(heads, axis=0, return_inverse=True)
+    order = np.argsort(inverse.ravel(), kind="stable")
+    ends = np.cumsum(np.bincount(inverse.ravel(), minlength=len(different)))
+    for head, which in zip(different, np.split(order, ends[:-1]), strict=True):
+        yield head.tobytes(), which

@@ -1,0 +1,77 @@
+"""Block keys as arrays, and keys made from tokens."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import ArrayLike, NDArray
+
+from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
+
+KeyArray = NDArray[np.uint8]
+"""Block keys, one a row: shape ``(n, BLOCK_KEY_BYTES)``, C-contiguous."""
+
+BlockIds = NDArray[np.int32]
+"""Numbers under which a table knows blocks."""
+
+ABSENT: Final = -1
+"""Stands where a block has no number."""
+
+_CONTEXT: Final = "kvstrata 2026-11 block keys of a namespace"
+
+
+def as_key_array(keys: Sequence[BlockKey] | KeyArray) -> KeyArray:
+    """*keys* as an array, copied only if need be; ``ValueError`` unless all are of full length."""
+    if isinstance(keys, np.ndarray):
+        if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != BLOCK_KEY_BYTES:
+            raise ValueError(f"keys of type {keys.dtype} and shape {keys.shape}")
+        return np.ascontiguousarray(keys)
+    if not set(map(len, keys)) <= {BLOCK_KEY_BYTES}:
+        raise ValueError(f"a block key has {BLOCK_KEY_BYTES} bytes")
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, BLOCK_KEY_BYTES)
+
+
+class BlockHasher:
+    """Makes the keys of a prompt's blocks from its tokens, where no engine has made them.
+
+    A key is the BLAKE3 of the key before it and the block's own tokens, under a secret made of
+    the namespace: equal keys mean equal tokens from the start, in the same namespace.
+
+    >>> hasher = BlockHasher(bytes(16), tokens_per_block=2)
+    >>> keys = hasher.keys([1, 2, 3, 4, 5])
+    >>> keys.shape
+    (2, 32)
+    >>> bool((hasher.keys([3, 4], after=keys[0].tobytes()) == keys[1:]).all())
+    True
+    """
+
+    def __init__(self, namespace: NamespaceId, tokens_per_block: int) -> None:
+        if tokens_per_block < 1:
+            raise ValueError(f"{tokens_per_block} tokens per block")
+        self.tokens_per_block = tokens_per_block
+        self._secret = blake3(namespace, derive_key_context=_CONTEXT).digest()
+        self._first = self.root()
+
+    def root(self, salt: bytes = b"") -> BlockKey:
+        """What a prompt's first block comes after; *salt* is all that sets its values apart.
+
+        That is whatever changes keys and values besides the tokens, or keeps tenants apart: the
+        adapter, images, the salt of a request. Pass it to ``keys`` as *after*.
+        """
+        return blake3(salt, key=self._secret).digest()
+
+    def keys(self, tokens: Sequence[int] | ArrayLike, after: BlockKey | None = None) -> KeyArray:
+        """One key for each whole block of *tokens*, which follow the block of key *after*."""
+        numbers: NDArray[np.int64] = np.ascontiguousarray(tokens, "<i8")
+        if numbers.ndim != 1:
+            raise ValueError(f"tokens of shape {numbers.shape}")
+        step = self.tokens_per_block * numbers.itemsize
+        blocks = len(numbers) // self.tokens_per_block
+        content = memoryview(numbers.tobytes())
+        key = self._first if after is None else after
+        chained = bytearray()
+        for start in range(0, blocks * step, step):
+            key = blake3(key, key=self._secret).update(content[start : start + step]).digest()
+            chained += key
+        return np.frombuffer(bytes(chained), np.uint8).reshape(-1, BLOCK_KEY_BYTES)
