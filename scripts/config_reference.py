@@ -9,7 +9,8 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kvstrata.core.config import Config, DiskTier, HostTier, pipeline_string
+from kvstrata.core.config import Config, pipeline_string
+from kvstrata.core.tiers import DiskTier, HostTier
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from kvstrata.cli import serve as serve_module
 from kvstrata.cli.diagnosis import check_disk
 from kvstrata.cli.main import app
-from kvstrata.core.config import Config, DiskTier
+from kvstrata.core.config import Config
 from kvstrata.core.load import load_config
+from kvstrata.core.tiers import DiskTier
 
 PLENTY = str(10**15)
 

@@ -8,17 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvstrata.core.config import (
-    Config,
-    Contradictions,
-    DiskTier,
-    HostTier,
-    SharedTier,
-    Tier,
-    config_from_json,
-    config_to_json,
-)
+from kvstrata.core.config import Config, Contradictions, config_from_json, config_to_json
 from kvstrata.core.errors import ConfigError
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
 
 GIB = 2**30
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.core.config import Config, DiskTier, HostTier
+from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.load import Setting, explain, load_config, python_hash_seed
+from kvstrata.core.tiers import DiskTier, HostTier
 
 GIB = 2**30
 

@@ -18,8 +18,9 @@ from kvstrata.cli import diagnosis
 from kvstrata.cli.diagnosis import Finding, diagnose
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.round_trip import round_trip
-from kvstrata.core.config import Config, DiskTier, HostTier
+from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
+from kvstrata.core.tiers import DiskTier, HostTier
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskStatus
 

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.core.config import DiskTier, HostTier
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.limits import (
     available_memory_bytes,
@@ -13,6 +12,7 @@ from kvstrata.core.limits import (
     nearest_existing,
     resolve_host_capacity,
 )
+from kvstrata.core.tiers import DiskTier, HostTier
 
 GIB = 2**30
 UNLIMITED_V1 = 9223372036854771712

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.core.config import Config, DiskTier, HostTier, SharedTier, Tier, pipeline_string
+from kvstrata.core.config import Config, pipeline_string
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import order_fault, parse_pipeline, redact, tier_kind
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
 
 GIB = 2**30
 

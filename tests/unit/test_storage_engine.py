@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvstrata.core.config import Config, DiskTier
+from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, TierUnavailable
 from kvstrata.core.layout import ElementType, KVCacheLayout, KVCacheLayoutType, KVGroup
+from kvstrata.core.tiers import DiskTier
 from kvstrata.core.types import STORE_KEY_BYTES, Read, Write
 from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.handles import DeviceType

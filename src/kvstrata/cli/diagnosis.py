@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 from kvstrata import __version__
 from kvstrata.cli.round_trip import round_trip
-from kvstrata.core.config import Config, DiskTier, HostTier, SharedTier
+from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError
 from kvstrata.core.limits import (
     available_memory_bytes,
@@ -31,6 +31,7 @@ from kvstrata.core.limits import (
     resolve_host_capacity,
 )
 from kvstrata.core.load import Setting, explain, python_hash_seed
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.core.units import human_bytes
 from kvstrata.storage.disk_lock import LOCK_NAME
 from kvstrata.storage.superblock import SUPERBLOCK_NAME

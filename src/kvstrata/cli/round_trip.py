@@ -8,9 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from kvstrata.core.config import Config, DiskTier, HostTier
+from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.limits import nearest_existing
+from kvstrata.core.tiers import DiskTier, HostTier
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState

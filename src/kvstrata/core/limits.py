@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvstrata.core.config import DiskTier, HostTier
 from kvstrata.core.errors import ConfigError
+from kvstrata.core.tiers import DiskTier, HostTier
 from kvstrata.core.units import exact_bytes, human_bytes
 
 __all__ = [

@@ -16,9 +16,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from kvstrata.core.config import Config, Contradictions, DiskTier, HostTier, SharedTier
+from kvstrata.core.config import Config, Contradictions
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import redact
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 
 __all__ = ["ENVIRONMENT_PREFIX", "Setting", "explain", "load_config", "python_hash_seed"]
 

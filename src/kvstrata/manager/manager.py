@@ -6,8 +6,9 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvstrata.core.config import Config, DiskTier
+from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
+from kvstrata.core.tiers import DiskTier
 from kvstrata.core.types import EXACT, BlockFormat, BlockKey, NamespaceId, StoreKey
 from kvstrata.index.prefix_index import NO_SLOT
 from kvstrata.manager.cascade import Cascade

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from kvstrata.core.config import DiskTier, HostTier, SharedTier, Tier
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.layout import (
     ElementType,
@@ -17,6 +16,7 @@ from kvstrata.core.layout import (
     group_offsets_bytes,
 )
 from kvstrata.core.limits import resolve_host_capacity
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
 from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.device import Tensor, device_handle

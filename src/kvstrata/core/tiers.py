@@ -1,0 +1,183 @@
+"""The tiers that an operator can choose, each with its settings."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.pipeline import order_fault, parse_pipeline, tier_kind
+from kvstrata.core.units import parse_bytes
+
+__all__ = [
+    "Count",
+    "DiskTier",
+    "HostTier",
+    "SharedTier",
+    "Tier",
+    "Tiers",
+    "absolute",
+    "refuse_bool",
+]
+
+
+def refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ConfigError("a number is expected, not true or false")
+    return value
+
+
+def absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ConfigError(f"the path {str(path)!r} is not absolute")
+    if "\0" in str(path):
+        raise ConfigError("the path holds a zero character")
+    return path
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str | Path) else value
+
+
+def _host_capacity(value: object) -> int | str:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    return parse_bytes(value)
+
+
+Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
+
+
+class HostTier(BaseModel):
+    """Host memory, shared by the server and the workers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["host"] = "host"
+    capacity: Annotated[int | Literal["auto"], BeforeValidator(_host_capacity)] = Field(
+        default="auto",
+        description="Bytes of host memory. `auto`: 25 % of the memory available, at most 64 GiB.",
+        examples=["8GiB"],
+    )
+    huge_pages: bool = Field(
+        default=False,
+        description=(
+            "Take pages of 2 MiB, which the operator has set aside with `vm.nr_hugepages`: "
+            "the memory is there eight times as fast at the start."
+        ),
+        examples=["true"],
+    )
+    numa_node: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] | None = Field(
+        default=None,
+        description="Number of the NUMA node that the memory should come from. Unset: any.",
+        examples=["0"],
+    )
+
+
+class DiskTier(BaseModel):
+    """Directories of block files, of this server alone; they survive restarts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["disk"] = "disk"
+    paths: Annotated[
+        tuple[Annotated[Path, AfterValidator(absolute)], ...],
+        BeforeValidator(_listed),
+        Field(min_length=1),
+    ] = Field(
+        description=(
+            "Absolute path of the directory, or a list of them, one a device: blocks are spread "
+            "over all. A directory is made if its parent allows it."
+        ),
+        examples=["/var/cache/kv"],
+    )
+    capacity: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        description="Bytes of disk, in all directories together.",
+        examples=["200GiB"],
+    )
+    max_blocks_per_file: Count = Field(
+        default=32000,
+        description="Most blocks in one file. Fixed when the directory is made.",
+        examples=["32000"],
+    )
+    discard: bool = Field(
+        default=False,
+        description=(
+            "Give the room of dropped blocks back to the file system at once (TRIM); writing them "
+            "again then costs more."
+        ),
+        examples=["true"],
+    )
+    read_threads: Count = Field(
+        default=4,
+        description="Reads of up to 4 MiB that are under way at the same time.",
+        examples=["4"],
+    )
+    write_threads: Count = Field(
+        default=4,
+        description="Writes of up to 4 MiB that are under way at the same time.",
+        examples=["4"],
+    )
+    write_bytes_per_second: Annotated[int, BeforeValidator(parse_bytes)] | None = Field(
+        default=None,
+        description="Bytes a second that are written on average. Unset: as many as the disk takes.",
+        examples=["500MiB"],
+    )
+
+
+class SharedTier(BaseModel):
+    """A directory on a file system that several nodes have mounted, and share blocks in."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["shared"] = "shared"
+    path: Annotated[Path, AfterValidator(absolute)] = Field(
+        description="Absolute path of the directory; it is made if its parent allows it.",
+        examples=["/mnt/kv"],
+    )
+    capacity: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        description="Bytes that all nodes together may keep there. Give all nodes the same.",
+        examples=["2TiB"],
+    )
+    compress: bool = Field(
+        default=False,
+        description=(
+            "Keep blocks compressed, without loss: about two thirds of the room for bf16, at 0.6 "
+            "GB/s a core. Needs `kvstrata[zstd]`. Give all nodes the same."
+        ),
+        examples=["true"],
+    )
+
+
+Tier = HostTier | DiskTier | SharedTier
+
+
+def _known_kind(item: object) -> object:
+    if isinstance(item, Tier):
+        return item
+    if not isinstance(item, Mapping) or not isinstance(item.get("kind"), str):
+        raise ConfigError(
+            "a tier of the list is a mapping with a kind",
+            hint="write {kind: host, capacity: …} or {kind: disk, paths: …, capacity: …}",
+        )
+    return {**item, "kind": tier_kind(item["kind"])}
+
+
+def _spell_out(value: object) -> object:
+    return parse_pipeline(value) if isinstance(value, str) else value
+
+
+def _in_order(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    fault = order_fault([tier.kind for tier in tiers])
+    if fault is not None:
+        raise ConfigError(fault.message, hint=fault.hint)
+    return tiers
+
+
+Tiers = Annotated[
+    tuple[Annotated[Tier, Field(discriminator="kind"), BeforeValidator(_known_kind)], ...],
+    BeforeValidator(_spell_out),
+    AfterValidator(_in_order),
+]
+"""Of one server, fastest first; a pipeline string is understood too."""
