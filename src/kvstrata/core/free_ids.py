@@ -1,9 +1,16 @@
 """Which of the numbers below a bound are free, in arrays."""
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
+
+_FREE: Final = 0
+_USED: Final = 1
+_MARK_BITS: Final = 7
+_MARKS: Final = np.uint8((1 << _MARK_BITS) - 1)
 
 
 class FreeIds:
@@ -19,14 +26,14 @@ class FreeIds:
         self.fresh = 0  # numbers from here on were never used
         self._released = np.zeros(capacity, np.int32)
         self._top = 0  # of the stack in ``_released``
-        self._used = np.zeros(capacity, np.bool_)
+        self._state = np.zeros(capacity, np.uint8)  # _FREE or _USED
 
     @property
     def nbytes(self) -> int:
-        return self._released.nbytes + self._used.nbytes
+        return self._released.nbytes + self._state.nbytes
 
     @property
-    def count(self) -> int:
+    def free(self) -> int:
         """How many are free."""
         return self.capacity - self.fresh + self._top
 
@@ -35,8 +42,8 @@ class FreeIds:
         return self.fresh - self._top
 
     def is_used(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
-        flags: NDArray[np.bool_] = self._used[ids]
-        return flags
+        used: NDArray[np.bool_] = self._state[ids] != _FREE
+        return used
 
     def take(self, count: int) -> NDArray[np.int32]:
         """*count* free numbers, fewer if there are not as many."""
@@ -47,19 +54,22 @@ class FreeIds:
         ids[again:] = np.arange(self.fresh, self.fresh + new, dtype=np.int32)
         self._top -= again
         self.fresh += new
-        self._used[ids] = True
+        self._state[ids] = _USED
         return ids
 
     def release(self, ids: NDArray[np.int32]) -> None:
         """Give *ids* back, all different.
 
-        Raises ``InvariantViolated``, and changes nothing, if one of them is free already.
+        Raises ``InvariantViolated``, and changes nothing, if one is free already or there twice.
         """
         if not len(ids):
             return
-        if ids.min() < 0 or ids.max() >= self.capacity or not self._used[ids].all():
+        if ids.min() < 0 or ids.max() >= self.capacity or not self._state[ids].all():
             raise InvariantViolated("a number is released that was not taken")
-        self._used[ids] = False
+        if self._repeat(ids):
+            self._state[ids] = _USED
+            raise InvariantViolated("a number is released twice")
+        self._state[ids] = _FREE
         if ids[0] < ids[-1]:
             ids = ids[::-1]
         self._released[self._top : self._top + len(ids)] = ids
@@ -67,11 +77,27 @@ class FreeIds:
 
     def check(self) -> None:
         """Raises ``InvariantViolated`` unless free + used = capacity and no number is both."""
-        used = int(self._used.sum())
-        if used != self.used or used + self.count != self.capacity:
-            raise InvariantViolated(f"{used} used + {self.count} free != {self.capacity}")
+        used = int(np.count_nonzero(self._state == _USED))
+        if used != self.used or used + self.free != self.capacity:
+            raise InvariantViolated(f"{used} used + {self.free} free != {self.capacity}")
+        if np.count_nonzero(self._state) != used:
+            raise InvariantViolated("a number is neither free nor used")
         released = self._released[: self._top]
-        if self._used[released].any():
+        if self._state[released].any():
             raise InvariantViolated("a number is both free and used")
         if len(np.unique(released)) != len(released):
             raise InvariantViolated("a number is free twice")
+
+    def _repeat(self, ids: NDArray[np.int32]) -> bool:
+        """Whether an id is there twice; spoils the states of *ids*.
+
+        Of two marks written for one id only the later is found there again. A state has room for
+        some bits of a position, so they are written one part after another.
+        """
+        positions = np.arange(len(ids))
+        for shift in range(0, (len(ids) - 1).bit_length(), _MARK_BITS):
+            marks = (positions >> shift).astype(np.uint8) & _MARKS | ~_MARKS
+            self._state[ids] = marks
+            if (self._state[ids] != marks).any():
+                return True
+        return False

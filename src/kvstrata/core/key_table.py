@@ -64,6 +64,11 @@ class KeyTable:
         """Of each number its namespace; ``None`` for one that is not in use."""
         return list(self._spaces.names)
 
+    @property
+    def namespace_bound(self) -> int:
+        """All numbers of namespaces are below it."""
+        return len(self._spaces.names)
+
     def namespace_number(self, namespace: NamespaceId) -> int:
         """The number of *namespace*, ``ABSENT`` if nothing of it is in the table.
 
@@ -122,7 +127,7 @@ class KeyTable:
         When there is no room for all, the leading ones are taken in. Of two equal keys none is:
         ``InvariantViolated``.
         """
-        keys = keys[: self._free.count]
+        keys = keys[: self._free.free]
         if not len(keys):
             return np.empty(0, np.int32)
         number = self._spaces.intern(namespace)
@@ -142,9 +147,9 @@ class KeyTable:
         ids = self._look_up(words, links)
         new = ids == ABSENT
         absent = np.flatnonzero(new)
-        if len(absent) > self._free.count:
-            room = int(absent[self._free.count])
-            ids, new, absent = ids[:room], new[:room], absent[: self._free.count]
+        if len(absent) > self._free.free:
+            room = int(absent[self._free.free])
+            ids, new, absent = ids[:room], new[:room], absent[: self._free.free]
         if len(absent) == len(keys):
             ids = self._insert(words, links, number)
         elif len(absent):
@@ -187,11 +192,15 @@ class KeyTable:
 
     def add_mixed(self, store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> BlockIds:
         """``add`` for keys with their namespaces before them."""
-        rows = _store_key_rows(store_keys)[: self._free.count]
+        rows = _store_key_rows(store_keys)[: self._free.free]
         ids = np.full(len(rows), ABSENT, np.int32)
-        for namespace, which in _by_namespace(rows):
-            keys = np.ascontiguousarray(rows[which, NAMESPACE_ID_BYTES:])
-            ids[which] = self.add(namespace, keys)
+        try:
+            for namespace, which in _by_namespace(rows):
+                keys = np.ascontiguousarray(rows[which, NAMESPACE_ID_BYTES:])
+                ids[which] = self.add(namespace, keys)
+        except InvariantViolated:
+            self.remove(ids[ids != ABSENT])
+            raise
         return ids
 
     def keys(self, ids: BlockIds) -> KeyArray:
