@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from kvstrata import __version__
 from kvstrata.cli.main import app
 
-COMMANDS = ["serve", "server", "stats", "inspect", "doctor", "check", "demo"]
+COMMANDS = ["serve", "server", "stats", "inspect", "doctor", "check", "make-trace", "demo"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -20,7 +20,7 @@ def test_every_command_explains_itself(name: str) -> None:
 
 def test_the_list_of_commands_is_complete() -> None:
     registered = [info.callback.__name__ for info in app.registered_commands if info.callback]
-    assert registered == COMMANDS
+    assert [name.replace("_", "-") for name in registered] == COMMANDS
 
 
 def test_version() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import kvstrata
 
-WITHOUT_ENGINE = ["core", "index", "manager", "observe", "server", "storage"]
+WITHOUT_ENGINE = ["core", "index", "manager", "observe", "replay", "server", "storage"]
 
 
 def modules_of(layer: str) -> list[str]:

@@ -9,6 +9,7 @@ from kvstrata.cli.check import check
 from kvstrata.cli.demo import demo
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.inspect import inspect
+from kvstrata.cli.make_trace import make_trace
 from kvstrata.cli.serve import serve
 from kvstrata.cli.server import server
 from kvstrata.cli.stats import stats
@@ -28,6 +29,7 @@ app.command()(stats)
 app.command()(inspect)
 app.command()(doctor)
 app.command()(check)
+app.command()(make_trace)
 app.command()(demo)
 
 
