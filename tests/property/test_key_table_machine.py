@@ -143,4 +143,4 @@ def _array(ids: list[int]) -> BlockIds:
 
 
 TestKeyTableMachine = KeyTableMachine.TestCase
-TestKeyTableMachine.settings = settings(stateful_step_count=40)
+TestKeyTableMachine.settings = settings(stateful_step_count=25)

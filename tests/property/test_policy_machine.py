@@ -1,17 +1,17 @@
 """Random histories: each policy against a plain one that meets one block at a time."""
 
-from collections import OrderedDict
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
+from tests.property.policy_models import Model, PlainCostAware, PlainLRU, PlainS3FIFO
 
 from kvstrata.core.keys import BlockIds
-from kvstrata.index.policies import LRU
+from kvstrata.index.policies import LRU, S3FIFO, CostAware, EvictionPolicy
 
 IDS = 24
+COSTS = [1.0 + block % 5 for block in range(IDS)]
 batches = st.lists(st.integers(0, IDS - 1), max_size=8, unique=True)
 
 
@@ -19,73 +19,56 @@ def array(ids: list[int]) -> BlockIds:
     return np.array(ids, np.int32)
 
 
-class Tier:
+def prints(ids: BlockIds) -> NDArray[np.uint64]:
+    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+class PolicyMachine(RuleBasedStateMachine):
     """Blocks 3n+1 and 3n+2 continue from block 3n, which may not leave before they have."""
 
-    def __init__(self) -> None:
-        self.blocks: set[int] = set()
+    def __init__(self, policy: EvictionPolicy, model: Model) -> None:
+        super().__init__()
+        self.policy = policy
+        self.model = model
+        self.tier: set[int] = set()
         self.leased: set[int] = set()
 
-    def may_leave_one(self, block: int, gone: set[int]) -> bool:
+    def may_leave_one(self, block: int, gone: list[int]) -> bool:
         children = {block + 1, block + 2} if block % 3 == 0 else set()
-        return block not in self.leased and not (children & self.blocks - gone)
+        return block not in self.leased and not children & self.tier - set(gone)
 
     def may_leave(self, ids: BlockIds) -> NDArray[np.bool_]:
-        gone: set[int] = set()
-        answers = []
+        gone: list[int] = []
         for block in ids.tolist():
-            answers.append(self.may_leave_one(block, gone))
-            if answers[-1]:
-                gone.add(block)
-        return np.array(answers, np.bool_)
-
-
-class LRUMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = LRU(IDS)
-        self.tier = Tier()
-        self.order: OrderedDict[int, None] = OrderedDict()
+            gone += [block] if self.may_leave_one(block, gone) else []
+        return np.isin(ids, gone)
 
     @rule(ids=batches)
     def admit(self, ids: list[int]) -> None:
-        self.policy.admit(array(ids))
-        for block in reversed(ids):
-            self.order[block] = None
-            self.order.move_to_end(block)
-        self.tier.blocks |= set(ids)
+        new = [block for block in ids if block not in self.tier]
+        self.policy.admit(array(new))
+        self.model.admit(new)
+        self.tier |= set(new)
 
     @rule(ids=batches)
     def touch(self, ids: list[int]) -> None:
         self.policy.touch(array(ids))
-        for block in reversed(ids):
-            if block in self.order:
-                self.order.move_to_end(block)
+        self.model.touch(ids)
 
     @rule(ids=batches)
     def remove(self, ids: list[int]) -> None:
         self.policy.remove(array(ids))
-        for block in ids:
-            self.order.pop(block, None)
-        self.tier.blocks -= set(ids)
+        self.model.remove(ids)
+        self.tier -= set(ids)
 
     @rule(ids=st.sets(st.integers(0, IDS - 1)))
     def lease(self, ids: set[int]) -> None:
-        self.tier.leased = ids
+        self.leased = ids
 
     @rule(count=st.integers(0, 6), evict=st.booleans())
     def victims(self, count: int, evict: bool) -> None:
-        expected: list[int] = []
-        refused_in_a_row = 0
-        while len(expected) < count and refused_in_a_row < len(self.order) - len(expected):
-            block = next(b for b in self.order if b not in expected)
-            if self.tier.may_leave_one(block, set(expected)):
-                expected.append(block)
-                refused_in_a_row = 0
-            else:
-                self.order.move_to_end(block)
-                refused_in_a_row += 1
-        victims = self.policy.victims(count, self.tier.may_leave)
+        expected = self.model.victims(count, self.may_leave_one)
+        victims = self.policy.victims(count, self.may_leave)
         assert victims.tolist() == expected
         if evict:
             self.remove(expected)
@@ -93,10 +76,52 @@ class LRUMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.policy.check()
-        assert len(self.policy) == len(self.order)
-        everything = self.policy.victims(IDS, lambda ids: np.ones(len(ids), np.bool_))
-        assert everything.tolist() == list(self.order)
+        assert len(self.policy) == len(self.tier)
 
 
-TestLRUMachine = LRUMachine.TestCase
-TestLRUMachine.settings = settings(stateful_step_count=40)
+class LRUMachine(PolicyMachine):
+    def __init__(self) -> None:
+        super().__init__(LRU(IDS), PlainLRU())
+
+
+class CostAwareMachine(PolicyMachine):
+    def __init__(self) -> None:
+        super().__init__(CostAware(IDS, np.array(COSTS).__getitem__), PlainCostAware(COSTS))
+
+
+class S3FIFOMachine(PolicyMachine):
+    def __init__(self) -> None:
+        super().__init__(S3FIFO(IDS, 20, prints), PlainS3FIFO(2, 18))
+
+    def may_leave_one(self, block: int, gone: list[int]) -> bool:
+        del block, gone
+        return True
+
+
+class S3FIFORefusalsMachine(PolicyMachine):
+    """Whoever may not leave does not, and whoever may without others is found."""
+
+    def __init__(self) -> None:
+        super().__init__(S3FIFO(IDS, 20, prints), PlainLRU())
+
+    @rule(count=st.integers(0, 6), evict=st.booleans())
+    def victims(self, count: int, evict: bool) -> None:
+        victims = self.policy.victims(count, self.may_leave).tolist()
+        assert len(victims) <= count
+        if len(victims) < count:
+            assert {b for b in self.tier if self.may_leave_one(b, [])} <= set(victims)
+        assert len(set(victims)) == len(victims)
+        assert set(victims) <= self.tier
+        assert self.may_leave(array(victims)).all()
+        if evict:
+            self.remove(victims)
+
+
+TestLRU = LRUMachine.TestCase
+TestLRU.settings = settings(stateful_step_count=25)
+TestCostAware = CostAwareMachine.TestCase
+TestCostAware.settings = settings(stateful_step_count=25)
+TestS3FIFO = S3FIFOMachine.TestCase
+TestS3FIFO.settings = settings(stateful_step_count=25)
+TestS3FIFORefusals = S3FIFORefusalsMachine.TestCase
+TestS3FIFORefusals.settings = settings(stateful_step_count=25)

@@ -268,4 +268,4 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(stateful_step_count=40)
+TestTreeMachine.settings = settings(stateful_step_count=25)

@@ -71,7 +71,12 @@ class Order:
 
     def append(self, ids: BlockIds, queue: int = 0) -> None:
         """Put *ids* at the young end, the last one youngest, wherever they were before."""
-        self._append(ids, queue)
+        self.move(ids, queue)
+        self.tidy(len(ids))
+
+    def spread(self, ids: BlockIds, queues: NDArray[np.uint8]) -> None:
+        """``append`` each id to a queue of its own."""
+        self.move_spread(ids, queues)
         self.tidy(len(ids))
 
     def remove(self, ids: BlockIds) -> None:
@@ -85,12 +90,23 @@ class Order:
         self.tidy(len(ids))
 
     def scan(self, queue: int = 0) -> "Scan":
-        """From the oldest id of the queue on; only ``move`` may be called while it is used."""
+        """From the oldest id of the queue on; ids may only be moved while it is used."""
         return Scan(self, queue)
 
     def move(self, ids: BlockIds, queue: int = 0) -> None:
         """``append`` while a scan goes on; call ``tidy`` when it has ended."""
-        self._append(ids, queue)
+        if len(ids):
+            self._write(ids, self._reserve(len(ids), queue))
+
+    def move_spread(self, ids: BlockIds, queues: NDArray[np.uint8]) -> None:
+        """``spread`` while a scan goes on; call ``tidy`` when it has ended."""
+        counts = np.bincount(queues, minlength=len(self.head))
+        used = np.flatnonzero(counts)
+        if len(used) <= 1:
+            self.move(ids, int(used[0]) if len(used) else 0)
+            return
+        places = [self._reserve(int(counts[queue]), int(queue)) for queue in used]
+        self._write(ids[np.argsort(queues, kind="stable")], np.concatenate(places))
 
     def tidy(self, moved: int) -> None:
         """Free empty segments, and join sparse ones, in proportion to *moved* ids."""
@@ -139,6 +155,10 @@ class Order:
             raise InvariantViolated("a queue does not end where it should")
         return np.concatenate(parts), len(parts) - 1
 
+    def place(self, block: int) -> int:
+        """The position of an id's record."""
+        return int(self._stamps[block])
+
     def valid(self, segment: int, start: int, end: int) -> tuple[BlockIds, NDArray[np.intp]]:
         """The ids of the valid records between two offsets in *segment*, and their offsets."""
         base = segment << _BITS
@@ -149,11 +169,9 @@ class Order:
     def _all_valid(self, segment: int) -> BlockIds:
         return self.valid(segment, int(self.start[segment]), int(self.fill[segment]))[0]
 
-    def _append(self, ids: BlockIds, queue: int) -> None:
-        if not len(ids):
-            return
+    def _write(self, ids: BlockIds, places: NDArray[np.int32]) -> None:
+        """Write new records of *ids* at reserved *places*."""
         before = self._stamps[ids]
-        places = self._reserve(len(ids), queue)
         self._records[places] = ids
         self._stamps[ids] = places
         kept = self._stamps[ids] == places
@@ -288,6 +306,11 @@ class Scan:
             missing -= len(ids)
             look *= 4
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [_NOTHING])
+
+    def back_to(self, block: int) -> None:
+        """Go on with *block*, which was among the last ids and was not moved since."""
+        place = self._order.place(block)
+        self._segment, self._offset = place >> _BITS, place & (_SIZE - 1)
 
     def _enter(self) -> bool:
         """Be in a segment with records ahead; False at the young end."""

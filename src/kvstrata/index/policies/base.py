@@ -76,7 +76,7 @@ def search(
     size = count
     while len(chosen) < count and refused < SEARCH_LIMIT:
         unmet = tier_blocks - len(chosen) - in_a_row  # since the last that was chosen
-        batch = following(min(size, unmet))
+        batch = following(min(size, unmet)) if unmet > 0 else chosen[:0]
         if not len(batch):
             break
         missing = count - len(chosen)
@@ -88,9 +88,10 @@ def search(
         if len(places):
             chosen = np.concatenate((chosen, batch[allowed]))
             in_a_row = -1 - int(places[-1])
+        in_a_row += len(batch)
+        size = count - len(chosen)
         if len(places) < len(batch):
             refuse(batch[~allowed])
             refused += len(batch) - len(places)
-        in_a_row += len(batch)
-        size = min(max(_BATCH, 4 * size), _MAX_BATCH)
+            size = min(max(_BATCH, 4 * len(batch)), _MAX_BATCH)
     return chosen
