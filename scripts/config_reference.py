@@ -121,7 +121,7 @@ def _default(field: FieldInfo) -> str:
     if value is None:
         return "unset"
     if isinstance(value, tuple):
-        return _code(pipeline_string(value))
+        return _code(pipeline_string(value)) if value else "none"
     return _code(str(value).lower() if isinstance(value, bool) else str(value))
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstrata.core.config import Config
-from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.core.keys import ABSENT, as_key_array
+from kvstrata.core.types import NAMESPACE_ID_BYTES, BlockKey, NamespaceId, StoreKey
+from kvstrata.index.places import HOST, NO_SLOT
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskStatus
 
@@ -17,10 +19,16 @@ PATIENCE_SECONDS = 20.0  # only a broken cache takes that long
 
 
 def config(slots: int, disk: Path | None = None, disk_slots: int = 64, **changes: object) -> Config:
-    """*slots* blocks of 4 KiB in host memory, *disk_slots* on disk if there is one."""
-    tiers = f"host:{slots * 4}KiB"
+    """*slots* blocks of 4 KiB in host memory, *disk_slots* on disk if there is one.
+
+    *eviction* and *write*, if given, are those of every tier.
+    """
+    chosen = {"eviction": changes.pop("eviction", "lru")}
+    tiers = [{"kind": "host", "capacity": f"{slots * 4}KiB"} | chosen]
     if disk is not None:
-        tiers += f" | disk:{disk}:{disk_slots * 8}KiB"
+        chosen["write"] = changes.pop("write", "saved")
+        room = {"kind": "disk", "paths": str(disk), "capacity": f"{disk_slots * 8}KiB"}
+        tiers.append(room | chosen)
     return Config.model_validate({"tiers": tiers, "prefault": False} | changes)
 
 
@@ -79,6 +87,32 @@ def load(
 
 def contents(namespace: NamespaceId, asked: Sequence[BlockKey]) -> list[bytes]:
     return [content(namespace, block) for block in asked]
+
+
+def generation_of(manager: KVManager, slot: int) -> int:
+    return int(manager.memory.mapping.generations[slot])
+
+
+def known(manager: KVManager) -> dict[StoreKey, int]:
+    """Every block that the index knows, in whatever tier, and its leases."""
+    index = manager._cache.index
+    blocks: dict[StoreKey, int] = {}
+    for ids in index.ids():
+        blocks |= zip(index.store_keys(ids), index.leases[ids].tolist(), strict=True)
+    return blocks
+
+
+def host_slot(manager: KVManager, block: StoreKey) -> int:
+    """Where *block* is in host memory; below 0 if it is not."""
+    index, number = manager._cache.index, NAMESPACE_ID_BYTES
+    found = int(index.find(block[:number], as_key_array([block[number:]]))[0])
+    here = found != ABSENT and int(index.where[found]) & HOST
+    return int(index.host_slot[found]) if here else NO_SLOT
+
+
+def reads_running(manager: KVManager) -> int:
+    """Blocks on their way up."""
+    return len(manager._gets._arrivals)
 
 
 def eventually(true: Callable[[], bool], what: str) -> None:

@@ -113,7 +113,7 @@ def test_stats_and_inspect_show_what_an_engine_has_saved_and_found(place: Path) 
     (namespace,) = server["report"]["namespaces"]
     assert (namespace["blocks"], namespace["host_blocks"]) == (3, 3)
     assert server["report"]["engines"] == [
-        {"session": "session-1", "workers": [0], "world_size": 1}
+        {"session": "session-1", "workers": [0], "world_size": 1, "blocks_per_second": None}
     ]
 
 

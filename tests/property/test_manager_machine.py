@@ -27,7 +27,11 @@ from tests.caches import (
     content,
     contents,
     eventually,
+    generation_of,
+    host_slot,
     keys,
+    known,
+    reads_running,
     write,
 )
 
@@ -101,9 +105,15 @@ class ManagerMachine(RuleBasedStateMachine):
         self.saved: set[tuple[NamespaceId, BlockKey]] = set()
         self.alive = False
 
-    @initialize(roomy=st.booleans(), disk_slots=st.sampled_from([0, 2, 4, 8]), remote=st.booleans())
-    def start(self, roomy: bool, disk_slots: int, remote: bool) -> None:
+    @initialize(
+        roomy=st.booleans(),
+        disk_slots=st.sampled_from([0, 2, 4, 8]),
+        remote=st.booleans(),
+        eviction=st.sampled_from(["lru", "s3fifo", "cost"]),
+    )
+    def start(self, roomy: bool, disk_slots: int, remote: bool, eviction: str) -> None:
         self.roomy = roomy
+        self.eviction = eviction
         self.remote: dict[StoreKey, Value] | None = {} if remote else None
         self.slots = 64 if roomy else 5
         self.disk_slots = (64 if disk_slots else 0) if roomy else disk_slots
@@ -113,7 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def open(self) -> None:
         disk = self.root / "disk" if self.disk_slots else None
         self.manager = KVManager(
-            config(self.slots, disk, self.disk_slots),
+            config(self.slots, disk, self.disk_slots, eviction=self.eviction),
             block_bytes=BLOCK_BYTES,
             remote=None if self.remote is None else remote_store(self.remote),
         )
@@ -405,10 +415,10 @@ class ManagerMachine(RuleBasedStateMachine):
             slots = get.status.slots
             found = [bytes(self.manager.view(slot)) for slot in slots]
             assert found == contents(get.namespace, get.keys[: len(slots)])
-            generations = [self.manager.memory.generation(slot) for slot in slots]
+            generations = [generation_of(self.manager, slot) for slot in slots]
             assert generations == get.status.generations
         for put in self.puts:
-            generations = [self.manager.memory.generation(slot) for slot in put.status.slots]
+            generations = [generation_of(self.manager, slot) for slot in put.status.slots]
             assert generations == put.status.generations
 
     def findable(self, namespace: NamespaceId, asked: Sequence[BlockKey]) -> int:
@@ -435,11 +445,11 @@ class ManagerMachine(RuleBasedStateMachine):
         for lower in self.manager._lower.values():
             assert lower.drain(PATIENCE_SECONDS)
         self.manager.check()
-        cache = self.manager._cache
-        eventually(lambda: not self.manager._gets._promotions, "a promotion does not end")
-        assert {entry.leases for entry in cache.index} <= {0}
-        in_host = sum(entry.host_slot >= 0 for entry in cache.index)
-        assert cache.host_used == in_host
+        eventually(lambda: not reads_running(self.manager), "a promotion does not end")
+        blocks = known(self.manager)
+        assert set(blocks.values()) <= {0}
+        in_host = sum(host_slot(self.manager, block) >= 0 for block in blocks)
+        assert self.manager._cache.host_used == in_host
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.caches import ALICE, config, content, eventually, key, keys
+from tests.caches import ALICE, config, content, eventually, generation_of, key, keys
 from tests.server.harness import engine, memfds, serving, worker_hello
 
 from kvstrata.manager.tasks import TaskState
@@ -67,7 +67,7 @@ def test_worker_sees_the_servers_memory_and_then_counts(path: Path, prefault: bo
             assert mapping.data.shape == (4, 4096)
             mapping.data[0] = list(content(ALICE, key(1)))
             assert bytes(manager.view(0)) == content(ALICE, key(1))
-            assert list(mapping.generations) == [manager.memory.generation(s) for s in range(4)]
+            assert list(mapping.generations) == [generation_of(manager, s) for s in range(4)]
         eventually(
             lambda: scheduler.put_match(ALICE, keys(9)).state is TaskState.FAILED,
             "a worker that has gone still counts",

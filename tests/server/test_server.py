@@ -132,7 +132,9 @@ def test_stats_before_any_engine_say_that_there_is_nothing_to_say(path: Path) ->
         with contextlib.closing(engine(path)), contextlib.closing(observe(path)) as client:
             report = client.stats()
             assert report is not None
-            assert report.engines == [{"session": "e", "workers": [], "world_size": 1}]
+            assert report.engines == [
+                {"session": "e", "workers": [], "world_size": 1, "blocks_per_second": None}
+            ]
         assert server.manager is not None
 
 

@@ -56,6 +56,8 @@ def configs(draw: st.DrawFn) -> Config:
         drain_timeout_seconds=draw(seconds),
         max_saving_blocks=draw(counts),
         prefault=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["auto", "never"])),
+        quotas=tuple(draw(st.dictionaries(texts, st.floats(0.01, 1.0), max_size=3)).items()),
     )
 
 
@@ -66,9 +68,30 @@ def test_a_configuration_survives_json(config: Config) -> None:
     assert config_to_json(config_from_json(json.dumps(json.loads(text)))) == text
 
 
+@pytest.mark.parametrize(
+    "said", [{"m": 0.25, "n": 1}, "m=0.25, n=1", [["m", 0.25], ["n", 1]], (("m", 0.25), ("n", 1.0))]
+)
+def test_quotas_can_be_said_in_several_ways(said: object) -> None:
+    assert Config.model_validate({"quotas": said}).quotas == (("m", 0.25), ("n", 1.0))
+
+
+@pytest.mark.parametrize("said", [{"m": 0}, {"m": 1.5}, {"m": True}, "m", "m=half", "m=0.1=0.2", 3])
+def test_quotas_that_are_none_are_refused(said: object) -> None:
+    with pytest.raises(ValidationError):
+        Config.model_validate({"quotas": said})
+
+
 def test_the_defaults_are_these() -> None:
     assert Config().model_dump() == {
-        "tiers": ({"kind": "host", "capacity": "auto", "huge_pages": False, "numa_node": None},),
+        "tiers": (
+            {
+                "kind": "host",
+                "capacity": "auto",
+                "huge_pages": False,
+                "numa_node": None,
+                "eviction": "lru",
+            },
+        ),
         "tokens_per_block": None,
         "block_format": "exact",
         "server": "embedded",
@@ -84,6 +107,8 @@ def test_the_defaults_are_these() -> None:
         "drain_timeout_seconds": 5.0,
         "max_saving_blocks": 4096,
         "prefault": True,
+        "recompute": "auto",
+        "quotas": (),
     }
 
 

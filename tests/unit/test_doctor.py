@@ -6,10 +6,10 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -20,8 +20,9 @@ from kvstrata.cli.doctor import doctor
 from kvstrata.cli.round_trip import round_trip
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
+from kvstrata.core.keys import as_key_array
 from kvstrata.core.tiers import DiskTier, HostTier
-from kvstrata.manager.manager import KVManager
+from kvstrata.manager.manager import Keys, KVManager
 from kvstrata.manager.tasks import TaskStatus
 
 MIB = 2**20
@@ -351,7 +352,7 @@ def test_blocks_come_back_from_disk_after_a_restart_and_nothing_is_left(tmp_path
 class Flipping(KVManager):
     """Gives back other bytes than it got."""
 
-    def get_match(self, namespace: bytes, keys: Sequence[bytes], **_: object) -> TaskStatus:
+    def get_match(self, namespace: bytes, keys: Keys, **_: object) -> TaskStatus:
         status = super().get_match(namespace, keys)
         self.view(status.slots[-1])[-1] ^= 1
         return status
@@ -360,14 +361,16 @@ class Flipping(KVManager):
 class Forgetting(KVManager):
     """Gives nothing back."""
 
-    def get_match(self, namespace: bytes, keys: Sequence[bytes], **_: object) -> TaskStatus:
-        return super().get_match(namespace, [bytes(32), *keys])
+    def get_match(self, namespace: bytes, keys: Keys, **_: object) -> TaskStatus:
+        return super().get_match(
+            namespace, np.concatenate([as_key_array([bytes(32)]), as_key_array(keys)])
+        )
 
 
 class Full(KVManager):
     """Has room for a part only."""
 
-    def put_match(self, namespace: bytes, keys: Sequence[bytes], **_: object) -> TaskStatus:
+    def put_match(self, namespace: bytes, keys: Keys, **_: object) -> TaskStatus:
         return super().put_match(namespace, keys[:-1])
 
 

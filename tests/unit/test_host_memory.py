@@ -135,7 +135,7 @@ def test_huge_pages_back_memory_that_others_map_too() -> None:
     theirs = HostMapping.from_fd(os.dup(mapping.fd), b"s", 4, MIB)
     theirs.touch(threading.Event())
     theirs.data[2] = 7
-    host.disown(1)
+    host.disown(np.array([1], np.int32))
     assert bytes(host.view(2)) == b"\7" * MIB
     assert theirs.generations.tolist() == [0, 1, 0, 0]
     fd = os.dup(mapping.fd)

@@ -18,6 +18,7 @@ def test_catalogue_is_append_only() -> None:
         "kvstrata_evicted_blocks_total",
         "kvstrata_lost_blocks_total",
         "kvstrata_corrupt_blocks_total",
+        "kvstrata_declined_blocks_total",
     ]
 
 

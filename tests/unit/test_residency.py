@@ -2,36 +2,71 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from tests.caches import ALICE, BLOCK_BYTES, BOB, key
 
 from kvstrata.core.errors import InvariantViolated
-from kvstrata.core.types import StoredBlock
-from kvstrata.index.prefix_index import NO_SLOT, Entry
-from kvstrata.manager.residency import Residency
+from kvstrata.core.keys import ABSENT, BlockIds, as_key_array
+from kvstrata.core.tiers import WriteWhen
+from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
+from kvstrata.index.policies import LRU
+from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe.metrics import Counters
 from kvstrata.storage.host import HostMemory
 
 
 class Bench:
-    def __init__(self, slots: int, disk_blocks: int) -> None:
+    def __init__(
+        self, slots: int, disk_blocks: int, when: WriteWhen = "saved", *, remote: bool = False
+    ) -> None:
         self.memory = HostMemory(
             capacity_bytes=slots * 4096, block_bytes=BLOCK_BYTES, server_id=b"s"
         )
         self.counters = Counters()
-        self.cache = Residency(self.memory, self.counters, disk_capacity_blocks=disk_blocks)
+        self.woken: list[str] = []
+        write: dict[LowerTier, WriteWhen] = {"disk": when} if disk_blocks else {}
+        if remote:
+            write["remote"] = "saved"
+        self.cache = Residency(
+            self.memory,
+            self.counters,
+            lambda _, index, blocks: LRU(index.capacity),
+            disk_capacity_blocks=disk_blocks,
+            write=write,
+            wake=self.woken.append,
+        )
+        self.index = self.cache.index
 
-    def put(self, name: int, parent: int | None = None, namespace: bytes = ALICE) -> Entry:
-        slot = self.cache.take_slot()
-        assert slot is not None
-        above = None if parent is None else namespace + key(parent)
-        entry = self.cache.index.insert(namespace + key(name), above)
-        self.cache.put_in_host(entry, slot)
-        return entry
+    def insert(self, name: int, parent: BlockIds | None = None, ns: bytes = ALICE) -> BlockIds:
+        above = ABSENT if parent is None else int(parent[0])
+        return self.index.insert(ns, as_key_array([key(name)]), above)
 
-    def cascade(self) -> None:
-        for entry in self.cache.next_unwritten("disk", 99):
-            self.cache.written("disk", entry, stored=True)
+    def put(self, name: int, parent: BlockIds | None = None, namespace: bytes = ALICE) -> BlockIds:
+        slots = self.cache.take_slots(namespace, 1)
+        assert len(slots) == 1
+        block = self.insert(name, parent, namespace)
+        self.cache.reserve(block, slots, WRITING)
+        self.cache.fill(block, WRITING)
+        return block
+
+    def find(self, name: int, namespace: bytes = ALICE) -> int:
+        return int(self.index.find(namespace, as_key_array([key(name)]))[0])
+
+    def where(self, block: BlockIds) -> int:
+        return int(self.index.where[block[0]])
+
+    def slot(self, block: BlockIds) -> int:
+        return int(self.index.host_slot[block[0]])
+
+    def generation(self, slot: int) -> int:
+        return int(self.memory.generations(np.array([slot]))[0])
+
+    def cascade(self, *, stored: bool = True) -> BlockIds:
+        blocks = self.cache.next_unwritten("disk", 99)
+        self.cache.make_disk_room(blocks)
+        self.cache.written("disk", blocks, np.full(len(blocks), stored))
+        return blocks
 
     def count(self, name: str) -> int:
         return self.counters.snapshot().get(f"kvstrata_{name}", 0)
@@ -45,171 +80,413 @@ def bench() -> Iterator[Bench]:
     made.memory.close()
 
 
+# -- host memory -----------------------------------------------------------------------------
+
+
 def test_full_host_memory_gives_up_the_oldest_and_its_slot_has_a_new_generation(
     bench: Bench,
 ) -> None:
     a, b = bench.put(1), bench.put(2)
-    assert (a.host_slot, b.host_slot) == (0, 1)
-    before = bench.memory.generation(0)
+    assert (bench.slot(a), bench.slot(b)) == (0, 1)
+    before = bench.generation(0)
     bench.cascade()
     c = bench.put(3)
-    assert c.host_slot == 0
-    assert bench.memory.generation(0) > before
-    assert (a.host_slot, a.on_disk) == (NO_SLOT, True)
+    assert bench.slot(c) == 0
+    assert bench.generation(0) > before
+    assert (bench.slot(a), bench.where(a)) == (NO_SLOT, DISK)
     assert bench.count("evicted_blocks_total{tier=host}") == 1
     assert bench.count("lost_blocks_total") == 0
 
 
 def test_block_that_leaves_before_it_reached_the_disk_is_lost_and_counted(bench: Bench) -> None:
-    a = bench.put(1)
-    bench.put(2)
-    bench.put(3)
-    assert a.forgotten
-    assert bench.cache.index.get(a.key) is None
+    for name in (1, 2, 3):
+        bench.put(name)
+    assert bench.find(1) == ABSENT
     assert bench.count("lost_blocks_total") == 1
     assert bench.cache.unwritten("disk") == 2
 
 
 def test_leased_blocks_stay_and_then_there_is_no_room(bench: Bench) -> None:
-    entries = [bench.put(1), bench.put(2)]
-    for entry in entries:
-        bench.cache.lease(entry)
-    assert bench.cache.take_slot() is None
+    blocks = np.concatenate([bench.put(1), bench.put(2)])
+    bench.cache.lease(blocks)
+    assert len(bench.cache.take_slots(ALICE, 1)) == 0
     assert bench.cache.host_used == 2
-    for entry in entries:
-        bench.cache.unlease(entry)
-    assert bench.put(3).host_slot == 0
+    bench.cache.unlease(blocks)
+    assert bench.slot(bench.put(3)) == 0
 
 
 def test_last_copy_of_a_parent_stays_until_its_child_has_left(bench: Bench) -> None:
     parent = bench.put(1)
-    child = bench.put(2, parent=1)
+    bench.put(2, parent)
     bench.put(3)
-    assert (child.forgotten, parent.host_slot) == (True, 0)
+    assert (bench.find(2), bench.slot(parent)) == (ABSENT, 0)
+
+
+def test_what_can_never_fit_takes_a_tenth_from_others() -> None:
+    bench = Bench(slots=20, disk_blocks=0)
+    kept = [bench.put(name) for name in range(20)]
+    slots = bench.cache.take_slots(ALICE, 21)
+    assert len(slots) == 2
+    assert sum(bench.where(block) == HOST for block in kept) == 18
+    bench.cache.release_slots(slots)
+    bench.memory.close()
 
 
 def test_returning_a_lease_that_was_not_taken_is_a_bug(bench: Bench) -> None:
-    entry = bench.put(1)
+    block = bench.put(1)
     with pytest.raises(InvariantViolated, match="not taken"):
-        bench.cache.unlease(entry)
+        bench.cache.unlease(block)
 
 
 def test_dropping_a_leased_block_is_a_bug(bench: Bench) -> None:
-    entry = bench.put(1)
-    bench.cache.lease(entry)
+    block = bench.put(1)
+    bench.cache.lease(block)
     with pytest.raises(InvariantViolated, match="leased block is dropped"):
-        bench.cache.drop_from_host(entry)
+        bench.cache.drop_from_host(block)
+
+
+def test_block_that_is_abandoned_was_never_there(bench: Bench) -> None:
+    slots = bench.cache.take_slots(ALICE, 1)
+    block = bench.insert(1)
+    bench.cache.reserve(block, slots, WRITING)
+    bench.cache.check([])
+    assert bench.cache.abandon(block).tolist() == slots.tolist()
+    assert bench.find(1) == ABSENT
+    bench.cache.check(slots.tolist())
+    bench.cache.release_slots(slots)
+
+
+def test_block_that_others_are_reading_is_not_doubted_away(bench: Bench) -> None:
+    blocks = np.concatenate([bench.put(1), bench.put(2)])
+    bench.cache.lease(blocks[:1])
+    bench.cache.doubt(blocks)
+    assert [bench.find(1) == ABSENT, bench.find(2) == ABSENT] == [False, True]
+
+
+# -- on their way up -------------------------------------------------------------------------
+
+
+def arriving(bench: Bench, block: BlockIds) -> None:
+    bench.cache.reserve(block, bench.cache.take_slots(ALICE, 1), ARRIVING)
+
+
+def test_block_from_disk_is_in_both_tiers(bench: Bench) -> None:
+    block = bench.put(1)
+    bench.cascade()
+    bench.cache.drop_from_host(block)
+    arriving(bench, block)
+    bench.cache.check([])
+    bench.cache.fill(block, ARRIVING)
+    assert bench.where(block) == HOST | DISK
+    assert bench.cache.unwritten("disk") == 0
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_block_that_the_disk_does_not_give_stays_there_unless_it_is_gone(
+    bench: Bench, absent: bool
+) -> None:
+    block = bench.put(1)
+    bench.cascade()
+    bench.cache.drop_from_host(block)
+    arriving(bench, block)
+    bench.cache.disappoint(block, np.array([absent]), "disk")
+    assert (bench.find(1) == ABSENT, bench.cache.disk_used) == (absent, int(not absent))
+    assert bench.cache.host_used == 0
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_block_that_only_the_remote_tier_had_is_known_while_it_arrives(
+    bench: Bench, absent: bool
+) -> None:
+    block = bench.insert(1)
+    bench.index.set_where(block, REMOTE)
+    arriving(bench, block)
+    bench.cache.check([])
+    bench.cache.disappoint(block, np.array([absent]), "remote")
+    assert bench.find(1) == ABSENT
+
+
+def absent(count: int) -> BlockIds:
+    """So many blocks that are to be written; which ones does not matter here."""
+    return np.arange(900, 900 + count, dtype=np.int32)
+
+
+# -- on their way down -----------------------------------------------------------------------
 
 
 def test_full_disk_gives_up_the_oldest_that_are_not_being_used(bench: Bench) -> None:
-    entries = []
+    blocks = []
     for name in (1, 2, 3):
-        entries.append(bench.put(name))
+        blocks.append(bench.put(name))
         bench.cascade()
     assert bench.cache.disk_used == 3
-    bench.cache.lease(entries[0])
-    assert bench.cache.make_disk_room(1) == [entries[1]]
+    bench.cache.lease(blocks[0])
+    assert bench.cache.make_disk_room(absent(1)) == [ALICE + key(2)]
     assert bench.count("evicted_blocks_total{tier=disk}") == 1
-    assert bench.cache.make_disk_room(1) == []
-    bench.cache.unlease(entries[0])
+    assert bench.cache.make_disk_room(absent(1)) == []
+    bench.cache.unlease(blocks[0])
 
 
 def test_disk_whose_blocks_are_all_in_use_makes_no_room(bench: Bench) -> None:
-    bench.cache.restore([StoredBlock(ALICE + key(n), None) for n in (1, 2, 3)])
-    for entry in bench.cache.index:
-        bench.cache.lease(entry)
-    assert bench.cache.make_disk_room(2) == []
-    for entry in bench.cache.index:
-        bench.cache.unlease(entry)
-    assert len(bench.cache.make_disk_room(2)) == 2
+    restore(bench, [(1, None), (2, None), (3, None)])
+    blocks = np.concatenate(list(bench.index.ids()))
+    bench.cache.lease(blocks)
+    assert bench.cache.make_disk_room(absent(2)) == []
+    bench.cache.unlease(blocks)
+    assert len(bench.cache.make_disk_room(absent(2))) == 2
 
 
 def test_block_that_the_disk_has_no_room_for_stays_in_host_memory(bench: Bench) -> None:
-    entry = bench.put(1)
-    (batched,) = bench.cache.next_unwritten("disk", 9)
-    assert (batched, entry.leases) == (entry, 1)
-    bench.cache.written("disk", entry, stored=False)
-    assert (entry.on_disk, entry.leases, entry.host_slot) == (False, 0, 0)
+    block = bench.put(1)
+    batch = bench.cache.next_unwritten("disk", 9)
+    assert (batch.tolist(), bench.index.leases[batch].tolist()) == (block.tolist(), [1])
+    bench.cache.written("disk", batch, np.array([False]))
+    assert (bench.where(block), int(bench.index.leases[block[0]])) == (HOST, 0)
 
 
 def test_block_that_could_not_be_written_waits_again(bench: Bench) -> None:
-    entry = bench.put(1)
-    assert bench.cache.next_unwritten("disk", 9) == [entry]
+    block = bench.put(1)
+    assert bench.cache.next_unwritten("disk", 9).tolist() == block.tolist()
     assert bench.cache.unwritten("disk") == 0
-    bench.cache.write_later("disk", entry)
-    assert (bench.cache.unwritten("disk"), entry.leases) == (1, 0)
-    assert bench.cache.next_unwritten("disk", 9) == [entry]
-    bench.cache.written("disk", entry, stored=True)
-    assert entry.on_disk
+    bench.cache.write_later("disk", block)
+    assert (bench.cache.unwritten("disk"), int(bench.index.leases[block[0]])) == (1, 0)
+    assert bench.cascade().tolist() == block.tolist()
+    assert bench.where(block) == HOST | DISK
+
+
+def test_writers_are_woken_when_there_is_something_to_write() -> None:
+    bench = Bench(slots=2, disk_blocks=2, remote=True)
+    bench.put(1)
+    assert bench.woken == ["disk", "remote"]
+    bench.memory.close()
 
 
 def test_no_disk_no_waiting() -> None:
     bench = Bench(slots=1, disk_blocks=0)
     bench.put(1)
-    assert bench.cache._unwritten == {}
+    assert bench.woken == []
     bench.put(2)
     assert bench.count("lost_blocks_total") == 0
     bench.cache.check([])
     bench.memory.close()
 
 
-def test_forgetting_takes_one_namespace_and_frees_its_slots(bench: Bench) -> None:
-    ours, theirs = bench.put(1), bench.put(1, namespace=BOB)
+def test_what_is_asked_for_once_is_not_written_if_so_wished() -> None:
+    bench = Bench(slots=4, disk_blocks=4, when="reused")
+    a, b = bench.put(1), bench.put(2)
+    assert bench.cache.unwritten("disk") == 0
+    bench.cache.touch(b)
+    assert bench.cascade().tolist() == b.tolist()
+    bench.cache.touch(np.concatenate([a, b]))
+    assert bench.cascade().tolist() == a.tolist()
+    bench.cache.drop_from_host(a)
+    assert bench.cache.disk_used == 2
+    bench.memory.close()
+
+
+def test_written_before_it_leaves_if_so_wished() -> None:
+    bench = Bench(slots=2, disk_blocks=4, when="evicted")
+    a, b = bench.put(1), bench.put(2)
+    assert (bench.woken, bench.cache.unwritten("disk")) == ([], 0)
+    assert len(bench.cache.take_slots(ALICE, 1)) == 0  # the oldest has to be written first
+    assert bench.woken == ["disk"]
+    assert bench.cascade().tolist() == [*a.tolist(), *b.tolist()]
+    assert bench.slot(bench.put(3)) == 0
+    assert bench.where(a) == DISK
+    assert bench.count("lost_blocks_total") == 0
+    bench.cache.check([])
+    bench.memory.close()
+
+
+def test_parents_leave_after_they_were_written_though_their_children_are_below() -> None:
+    bench = Bench(slots=3, disk_blocks=9, when="evicted")
+    parent = None
+    for name in range(3):
+        parent = bench.put(name, parent)
+    for name in range(3, 9):
+        if not len(slots := bench.cache.take_slots(ALICE, 1)):
+            bench.cascade()
+            slots = bench.cache.take_slots(ALICE, 1)
+        bench.cache.release_slots(slots)
+        parent = bench.put(name, parent)
+    assert bench.count("lost_blocks_total") == 0
+    assert all(bench.find(name) != ABSENT for name in range(9))
+    bench.cache.check([])
+    bench.memory.close()
+
+
+def test_host_memory_turns_over_while_a_tier_that_is_written_late_is_away() -> None:
+    bench = Bench(slots=1, disk_blocks=4, when="evicted")
+    bench.put(1)
+    bench.cache.stop_writing("disk", True)
+    assert bench.slot(bench.put(2)) == 0
+    assert bench.count("lost_blocks_total") == 1
+    bench.memory.close()
+
+
+def test_late_blocks_are_written_at_the_end() -> None:
+    bench = Bench(slots=2, disk_blocks=4, when="evicted")
+    block = bench.put(1)
+    bench.cache.write_late_blocks()
+    assert bench.cascade().tolist() == block.tolist()
+    bench.memory.close()
+
+
+# -- quotas ----------------------------------------------------------------------------------
+
+
+def test_namespace_at_its_quota_makes_room_among_its_own_blocks() -> None:
+    bench = Bench(slots=4, disk_blocks=4)
+    theirs = bench.put(9, namespace=BOB)
+    bench.cache.limit(ALICE, 0.5)
+    for name in (1, 2, 3):
+        bench.put(name)
     bench.cascade()
-    assert bench.cache.forget(ALICE) == 1
-    assert (ours.forgotten, ours.on_disk, ours.host_slot) == (True, False, NO_SLOT)
-    assert (theirs.forgotten, theirs.on_disk, theirs.host_slot) == (False, True, 1)
+    assert (bench.find(1), bench.cache.host_used) == (ABSENT, 3)
+    assert bench.where(theirs) == HOST | DISK
+    for name in (4, 5):
+        bench.put(name)
+        bench.cascade()
+    assert bench.index.counts(ALICE).disk == 2
+    assert bench.where(theirs) == HOST | DISK
+    bench.cache.check([])
+    bench.memory.close()
+
+
+def test_quota_counts_what_was_there_before_it() -> None:
+    bench = Bench(slots=4, disk_blocks=0)
+    for name in (1, 2, 3):
+        bench.put(name)
+    bench.cache.limit(ALICE, 0.5)
+    bench.put(4)
+    assert [bench.find(name) == ABSENT for name in (1, 2, 3, 4)] == [True, True, False, False]
+    bench.memory.close()
+
+
+def test_full_tier_takes_from_namespaces_without_a_quota_first() -> None:
+    bench = Bench(slots=3, disk_blocks=0)
+    bench.cache.limit(ALICE, 0.7)
+    bench.put(1)
+    bench.put(2)
+    bench.put(9, namespace=BOB)
+    bench.put(8, namespace=BOB)
+    assert bench.index.counts(ALICE).host == 2
+    bench.cache.lease(np.concatenate(list(bench.index.ids(BOB))))
+    bench.put(7, namespace=BOB)
+    assert bench.index.counts(ALICE).host == 1
+    bench.memory.close()
+
+
+def test_namespace_whose_quota_is_in_use_gets_no_more() -> None:
+    bench = Bench(slots=4, disk_blocks=0)
+    bench.cache.limit(ALICE, 0.5)
+    blocks = np.concatenate([bench.put(1), bench.put(2)])
+    bench.cache.lease(blocks)
+    assert len(bench.cache.take_slots(ALICE, 2)) == 0
+    bench.cache.unlease(blocks)
+    bench.memory.close()
+
+
+def test_forgotten_namespace_has_no_quota_left() -> None:
+    bench = Bench(slots=4, disk_blocks=0)
+    bench.cache.limit(ALICE, 0.25)
+    bench.put(1)
+    forget(bench)
+    assert bench.cache._host.limited == []
+    bench.put(1)
+    bench.put(2)
+    assert bench.cache.host_used == 2
+    bench.cache.check([])
+    bench.memory.close()
+
+
+# -- whole namespaces ------------------------------------------------------------------------
+
+
+def forget(bench: Bench, namespace: bytes = ALICE) -> int:
+    blocks = bench.cache.forget(namespace)
+    while bench.cache.reap():
+        pass
+    return blocks
+
+
+def test_forgetting_takes_one_namespace_and_frees_its_slots(bench: Bench) -> None:
+    bench.put(1)
+    theirs = bench.put(1, namespace=BOB)
+    bench.cascade()
+    assert forget(bench) == 1
+    assert (bench.find(1), bench.find(1, BOB)) == (ABSENT, int(theirs[0]))
+    assert bench.where(theirs) == HOST | DISK
     assert (bench.cache.host_used, bench.cache.disk_used) == (1, 1)
 
 
 def test_slot_of_a_forgotten_block_is_free_when_its_last_reader_is_done(bench: Bench) -> None:
-    entry = bench.put(1)
-    bench.cache.lease(entry)
-    bench.cache.lease(entry)
-    bench.cache.forget(ALICE)
+    block = bench.put(1)
+    bench.cache.lease(block)
+    bench.cache.lease(block)
+    forget(bench)
     bench.cache.check([])
     assert bench.cache.host_used == 1
-    bench.cache.unlease(entry)
+    bench.cache.unlease(block)
     assert bench.cache.host_used == 1
-    generation = bench.memory.generation(0)
-    bench.cache.unlease(entry)
+    generation = bench.generation(0)
+    bench.cache.unlease(block)
     assert bench.cache.host_used == 0
-    assert bench.memory.generation(0) > generation
+    assert bench.generation(0) > generation
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_write_that_ends_after_its_block_was_forgotten_does_not_count(
     bench: Bench, stored: bool
 ) -> None:
-    entry = bench.put(1)
-    bench.cache.next_unwritten("disk", 9)
-    bench.cache.forget(ALICE)
+    bench.put(1)
+    batch = bench.cache.next_unwritten("disk", 9)
+    forget(bench)
     bench.cache.check([])
-    bench.cache.written("disk", entry, stored=stored)
-    assert not entry.on_disk
-    assert (bench.cache.host_used, bench.cache.disk_used, bench.cache.unwritten("disk")) == (
-        0,
-        0,
-        0,
-    )
+    bench.cache.written("disk", batch, np.array([stored]))
+    assert (bench.cache.host_used, bench.cache.disk_used, len(bench.index)) == (0, 0, 0)
+    assert bench.cache.unwritten("disk") == 0
 
 
 def test_write_that_failed_after_its_block_was_forgotten_is_not_tried_again(bench: Bench) -> None:
-    entry = bench.put(1)
-    bench.cache.next_unwritten("disk", 9)
-    bench.cache.forget(ALICE)
-    bench.cache.write_later("disk", entry)
+    bench.put(1)
+    batch = bench.cache.next_unwritten("disk", 9)
+    forget(bench)
+    bench.cache.write_later("disk", batch)
     assert (bench.cache.host_used, bench.cache.unwritten("disk")) == (0, 0)
 
 
-def test_restored_blocks_are_on_disk_under_their_parents(bench: Bench) -> None:
+def test_block_that_is_being_saved_when_it_is_forgotten_does_not_become_visible(
+    bench: Bench,
+) -> None:
+    block = bench.insert(1)
+    bench.cache.reserve(block, bench.cache.take_slots(ALICE, 1), WRITING)
+    forget(bench)
+    bench.cache.check([])
+    again = bench.put(1)
+    bench.cache.fill(block, WRITING)
+    assert bench.find(1) == int(again[0])
+    assert bench.cache.host_used == 1
+
+
+def restore(bench: Bench, blocks: list[tuple[int, int | None]]) -> None:
+    rows = [ALICE + key(name) for name, _ in blocks]
+    parents = [ALICE + key(parent) if parent else bytes(48) for _, parent in blocks]
     bench.cache.restore(
-        [StoredBlock(ALICE + key(1), None), StoredBlock(ALICE + key(2), ALICE + key(1))]
+        np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 48),
+        np.frombuffer(b"".join(parents), np.uint8).reshape(-1, 48),
+        np.array([parent is not None for _, parent in blocks]),
     )
-    parent, child = bench.cache.index.longest_prefix([ALICE + key(1), ALICE + key(2)])
-    assert (parent.on_disk, parent.children, child.parent) == (True, 1, parent)
+
+
+def test_restored_blocks_are_on_disk_under_their_parents(bench: Bench) -> None:
+    restore(bench, [(1, None), (2, 1)])
+    ids = bench.index.longest_prefix(ALICE, as_key_array([key(1), key(2)]))
+    parent, child = ids.tolist()
+    assert (bench.index.where[ids].tolist(), bench.index.children[parent]) == ([DISK, DISK], 1)
+    assert bench.index.parent[child] == parent
     assert bench.cache.disk_used == 2
-    assert bench.cache.make_disk_room(2) == [child]
+    assert bench.cache.make_disk_room(absent(2)) == [ALICE + key(2)]
 
 
 def test_description_counts_blocks_by_namespace_and_names_the_empty_ones(bench: Bench) -> None:
@@ -229,18 +506,21 @@ def test_description_counts_blocks_by_namespace_and_names_the_empty_ones(bench: 
     assert empty.blocks == 0
 
 
+# -- check -----------------------------------------------------------------------------------
+
+
 def test_check_finds_a_slot_that_nobody_accounts_for(bench: Bench) -> None:
-    slot = bench.cache.take_slot()
-    assert slot == 0
+    slots = bench.cache.take_slots(ALICE, 1)
+    assert slots.tolist() == [0]
     with pytest.raises(InvariantViolated, match="1 slots are used, 0 are accounted for"):
         bench.cache.check([])
     bench.cache.check([0])
-    bench.cache.release_slot(0)
+    bench.cache.release_slots(slots)
 
 
 def test_check_finds_a_slot_in_two_blocks(bench: Bench) -> None:
     a, b = bench.put(1), bench.put(2)
-    b.host_slot = a.host_slot
+    bench.index.host_slot[b] = bench.index.host_slot[a]
     with pytest.raises(InvariantViolated, match="two blocks"):
         bench.cache.check([])
-    b.host_slot = 1
+    bench.index.host_slot[b] = 1

@@ -97,4 +97,6 @@ def test_description_names_engines_with_the_ranks_that_are_there() -> None:
     sessions.add_engine("e", 2)
     sessions.add_worker("e", 1)
     sessions.add_worker("other", 0)
-    assert sessions.describe() == [{"session": "e", "workers": [1], "world_size": 2}]
+    assert sessions.describe() == [
+        {"session": "e", "workers": [1], "world_size": 2, "blocks_per_second": None}
+    ]

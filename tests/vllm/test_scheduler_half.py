@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.caches import PATIENCE_SECONDS, eventually
+from tests.caches import PATIENCE_SECONDS, eventually, host_slot, known
 from tests.server.harness import serving
 from tests.vllm.plans import full, group, model_folder, plan, tensors
 from vllm import SamplingParams
@@ -412,7 +412,7 @@ class Bench:
         return made
 
     def saved_keys(self) -> set[bytes]:
-        return {entry.key for entry in self.manager._cache.index}
+        return set(known(self.manager))
 
     def check_saved_bytes(self, engine: Engine) -> int:
         """Every block in host memory that *engine*'s requests name; how many there are."""
@@ -421,8 +421,8 @@ class Bench:
             chain = digests(list(request.all_token_ids))
             for i in range(engine.half._math.known_blocks(request)):
                 key = engine.half._namespace + engine.half._math.key(request, i)
-                entry = self.manager._cache.index.get(key)
-                if entry is None or entry.host_slot < 0 or key in checked:
+                slot = host_slot(self.manager, key)
+                if slot < 0 or key in checked:
                     continue
                 assert (i + 1) * TOKENS <= len(chain)
                 expected = [
@@ -431,7 +431,7 @@ class Bench:
                     for layer in range(LAYERS)
                     for slot in range(DEVICE_TOKENS)
                 ]
-                found = np.frombuffer(self.manager.view(entry.host_slot), dtype=np.uint8)
+                found = np.frombuffer(self.manager.view(slot), dtype=np.uint8)
                 assert np.array_equal(found, np.concatenate(expected)), f"block {i} is wrong"
                 checked.add(key)
         return len(checked)
@@ -457,7 +457,7 @@ def start(
                     eventually(partial(engine.holds_nothing, bench.manager), "a lease is kept")
                 report = bench.manager.stats()
                 bench.manager.check()
-                assert {e.leases for e in bench.manager._cache.index} <= {0}
+                assert set(known(bench.manager).values()) <= {0}
                 assert report.running_puts == 0
             finally:
                 for engine in bench.engines:

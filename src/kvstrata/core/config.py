@@ -53,6 +53,15 @@ def _socket_path(path: Path) -> Path:
     return path
 
 
+def _pairs(value: object) -> object:
+    """A mapping, or ``name=number, …`` as it is written in one line."""
+    if isinstance(value, str):
+        parts = [part.partition("=") for part in value.split(",") if part.strip()]
+        return tuple((name.strip(), number.strip()) for name, _, number in parts)
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+Share = Annotated[float, BeforeValidator(refuse_bool), Field(gt=0, le=1)]
 Seconds = Annotated[
     float,
     BeforeValidator(refuse_bool),
@@ -169,6 +178,25 @@ class Config(BaseModel):
             "Seconds after which an unfinished save is abandoned and its device blocks are let go."
         ),
         examples=["5"],
+    )
+    recompute: Literal["auto", "never"] = Field(
+        default="auto",
+        description=(
+            "`auto`: blocks that the engine is expected to compute sooner than they could be read "
+            "from below host memory, or that would come after `load_timeout_seconds`, are "
+            "computed. `never`: all that is found is loaded. The server's to decide."
+        ),
+        examples=["never"],
+    )
+    quotas: Annotated[tuple[tuple[str, Share], ...], BeforeValidator(_pairs)] = Field(
+        default=(),
+        description=(
+            "A mapping from the name of a model, as the engine gives it, to the largest share of "
+            "the host tier, and of the disk tier, that its blocks may take. A model at its quota "
+            "makes room among its own blocks. Models that are not named share the whole tier. "
+            "The server's to decide."
+        ),
+        examples=["llama-8b=0.25", "{llama-8b: 0.25}"],
     )
     start_timeout_seconds: Seconds = Field(
         default=20.0,

@@ -49,6 +49,33 @@ def _host_capacity(value: object) -> int | str:
 Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
 
 
+Eviction = Literal["lru", "s3fifo", "cost"]
+Evicting = Annotated[
+    Eviction,
+    Field(
+        description=(
+            "Which block leaves first when the tier is full. `lru`: the one that was used longest "
+            "ago. `s3fifo`: one that was asked for once before one that was asked for again, so "
+            "that a flood of new prompts drives out little. `cost`: the one that saves least, by "
+            "what computing it costs and how likely it is asked for again."
+        ),
+        examples=["s3fifo"],
+    ),
+]
+WriteWhen = Literal["saved", "reused", "evicted"]
+Writing = Annotated[
+    WriteWhen,
+    Field(
+        description=(
+            "When a block of host memory is written to this tier. `saved`: at once, so that most "
+            "survives a crash. `reused`: when it is found for the first time, so that what is "
+            "asked for once is never written. `evicted`: before it leaves host memory."
+        ),
+        examples=["reused"],
+    ),
+]
+
+
 class HostTier(BaseModel):
     """Host memory, shared by the server and the workers."""
 
@@ -73,6 +100,7 @@ class HostTier(BaseModel):
         description="Number of the NUMA node that the memory should come from. Unset: any.",
         examples=["0"],
     )
+    eviction: Evicting = "lru"
 
 
 class DiskTier(BaseModel):
@@ -124,6 +152,8 @@ class DiskTier(BaseModel):
         description="Bytes a second that are written on average. Unset: as many as the disk takes.",
         examples=["500MiB"],
     )
+    eviction: Evicting = "lru"
+    write: Writing = "saved"
 
 
 class SharedTier(BaseModel):
@@ -148,6 +178,7 @@ class SharedTier(BaseModel):
         ),
         examples=["true"],
     )
+    write: Writing = "saved"
 
 
 Tier = HostTier | DiskTier | SharedTier

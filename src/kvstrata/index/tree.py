@@ -286,6 +286,20 @@ class PrefixIndex:
     def _is_nowhere(self, block: int) -> bool:
         return not self.leases[block] and not int(self.where[block]) & ~REMOTE
 
+    def all_ids(self) -> Iterator[BlockIds]:
+        """``ids``, and those of retired namespaces."""
+        return self._table.ids()
+
+    def is_retired(self, ids: BlockIds) -> Flags:
+        """Which of *ids* are of a namespace that was retired."""
+        retired = self._which_retired(ids)
+        return np.zeros(len(ids), np.bool_) if retired is None else retired
+
+    def are_of(self, ids: BlockIds, namespace: NamespaceId) -> Flags:
+        """Which of *ids* can be found in *namespace*."""
+        theirs: Flags = self._table.numbers(ids) == self._table.namespace_number(namespace)
+        return theirs
+
     def _which_retired(self, ids: BlockIds) -> Flags | None:
         """Which of *ids* are of a retired namespace; ``None`` if there is no such namespace."""
         if not self._retired:

@@ -5,11 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.keys import BlockIds
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
-from kvstrata.index.prefix_index import Entry
+from kvstrata.manager.desk import Desk
 from kvstrata.manager.report import TierReport
 from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe import metrics
@@ -17,6 +20,7 @@ from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
 from kvstrata.transfer.engine import TransferEngine, TransferLimits
 from kvstrata.transfer.finder import Finder
+from kvstrata.transfer.read_meter import ReadMeter
 
 _log = logging.getLogger(__name__)
 
@@ -27,10 +31,19 @@ _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
 
 
+class _Batch(NamedTuple):
+    """Blocks on their way down, leased."""
+
+    ids: BlockIds
+    keys: list[StoreKey]
+    parents: list[StoreKey | None]
+    slots: list[int]
+
+
 class Cascade:
     """Writes every block of host memory through to one tier below, and reads blocks back.
 
-    *lock* guards *cache* and is not held over I/O.
+    The lock of *desk* guards *cache* and is not held over I/O.
     """
 
     def __init__(
@@ -38,7 +51,7 @@ class Cascade:
         tier: LowerTier,
         store: Store,
         cache: Residency,
-        lock: threading.Condition,
+        desk: Desk,
         *,
         limits: TransferLimits = TransferLimits(),  # noqa: B008 - immutable
         upkeep: Callable[[], None] | None = None,
@@ -47,7 +60,8 @@ class Cascade:
         self._tier = tier
         self._inner = store
         self._cache = cache
-        self._lock = lock
+        self._memory = desk.memory
+        self._lock = desk.lock
         self._counters = cache.counters
         self._upkeep = upkeep
         self._next_upkeep = 0.0
@@ -58,6 +72,7 @@ class Cascade:
         self._write_lock = threading.Lock()  # held while a batch is on its way to the store
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: list[NamespaceId] = []
+        self.meter = ReadMeter()
         self._finder = Finder(self._store)
         self._transfer = TransferEngine(
             self._store, self._write_some, block_bytes=self._block_bytes, limits=limits
@@ -74,7 +89,13 @@ class Cascade:
         done: Callable[[int, Sequence[Read | None]], None],
     ) -> None:
         """Read each block into its host slot; *done* as ``TransferEngine.read`` calls it."""
-        self._transfer.read(keys, [self._cache.memory.view(slot) for slot in slots], done)
+
+        def measured(start: int, reads: Sequence[Read | None]) -> None:
+            self.meter.ended(len(reads), reads.count(Read.HIT))
+            done(start, reads)
+
+        self.meter.asked(len(keys))
+        self._transfer.read(keys, [self._memory.view(slot) for slot in slots], measured)
 
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
         """Ask how many leading *keys* the tier has; *done* as ``Finder.find`` calls it."""
@@ -130,6 +151,8 @@ class Cascade:
 
     def close(self, timeout_seconds: float) -> None:
         """Write what is not there yet, *timeout_seconds* long at most, and let the store go."""
+        with self._lock:
+            self._cache.write_late_blocks()
         if not self.drain(timeout_seconds):
             left = self._cache.unwritten(self._tier)
             _log.warning("%d blocks could not be written to %s in time", left, self._tier)
@@ -147,26 +170,35 @@ class Cascade:
                 _log.warning("dropping a namespace from %s failed: %s", self._tier, e)
                 return 0
             with self._lock:
-                count = max(1, _WRITE_BATCH_BYTES // self._block_bytes)
-                batch = self._cache.next_unwritten(self._tier, count)
-                victims = self._cache.make_disk_room(len(batch)) if self._tier == "disk" else []
-            if not batch:
+                self._cache.stop_writing(self._tier, self._store.is_open)
+                batch, victims = self._next_batch()
+            if not batch.keys:
                 return 0
-            self._owed_removals += [entry.key for entry in victims]
+            self._owed_removals += victims
             writes: list[Write] = []
             try:
                 writes = self._write(batch)
             except TierUnavailable as e:
-                _log.warning("writing %d blocks to %s failed: %s", len(batch), self._tier, e)
+                _log.warning("writing %d blocks to %s failed: %s", len(batch.keys), self._tier, e)
                 return 0
             finally:
                 if not writes:
-                    self._write_later(batch)
+                    with self._lock:
+                        self._cache.write_later(self._tier, batch.ids)
             with self._lock:
-                for entry, write in zip(batch, writes, strict=True):
-                    self._cache.written(self._tier, entry, stored=write is not Write.FULL)
+                stored = np.array([write is not Write.FULL for write in writes], np.bool_)
+                self._cache.written(self._tier, batch.ids, stored)
         self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED), self._tier)
-        return len(batch) * self._block_bytes
+        return len(writes) * self._block_bytes
+
+    def _next_batch(self) -> tuple[_Batch, list[StoreKey]]:
+        """What is to be written next, and what the disk gives up for it. Needs the lock."""
+        count = max(1, _WRITE_BATCH_BYTES // self._block_bytes)
+        ids = self._cache.next_unwritten(self._tier, count)
+        victims = self._cache.make_disk_room(ids) if self._tier == "disk" else []
+        index = self._cache.index
+        slots: list[int] = index.host_slot[ids].tolist()
+        return _Batch(ids, index.store_keys(ids), index.parent_keys(ids), slots), victims
 
     def _keep_up(self) -> None:
         if self._upkeep is None or time.monotonic() < self._next_upkeep:
@@ -182,17 +214,9 @@ class Cascade:
             self._inner.drop_namespace(self._owed_drops[0])  # others may append meanwhile
             self._owed_drops.pop(0)
 
-    def _write_later(self, batch: Sequence[Entry]) -> None:
-        with self._lock:
-            for entry in batch:
-                self._cache.write_later(self._tier, entry)
-
-    def _write(self, batch: Sequence[Entry]) -> list[Write]:
+    def _write(self, batch: _Batch) -> list[Write]:
         if self._owed_removals:
             self._store.remove(self._owed_removals)
             self._owed_removals.clear()
-        return self._transfer.write(
-            [entry.key for entry in batch],
-            [entry.parent.key if entry.parent else None for entry in batch],
-            [self._cache.memory.view(entry.host_slot) for entry in batch],
-        )
+        views = [self._memory.view(slot) for slot in batch.slots]
+        return self._transfer.write(batch.keys, batch.parents, views)

@@ -1,74 +1,112 @@
 """Get tasks: leases on a prefix of blocks, and bringing up what is not in host memory."""
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from kvstrata.core.types import BlockKey, NamespaceId, Read, StoreKey
-from kvstrata.index.prefix_index import NO_SLOT, Entry
-from kvstrata.manager.cascade import Cascade
-from kvstrata.manager.residency import LowerTier, Residency
-from kvstrata.manager.tasks import UNSETTLED, GetTask, TaskEvent, TaskState, TaskStatus, step
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstrata.core.keys import ABSENT, BlockIds
+from kvstrata.core.types import NamespaceId, Read, StoreKey
+from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
+from kvstrata.manager.decisions import Decision
+from kvstrata.manager.desk import Desk
+from kvstrata.manager.planner import Plan, Planner, Reason
+from kvstrata.manager.residency import LowerTier, Residency, Slots, leading
+from kvstrata.manager.tasks import (
+    UNSETTLED,
+    GetTask,
+    Lookup,
+    TaskEvent,
+    TaskState,
+    TaskStatus,
+    step,
+)
 from kvstrata.observe import metrics
 
 _log = logging.getLogger(__name__)
 
 Settled = Callable[[TaskStatus], None]
 
+_TIERS: Final[tuple[LowerTier, ...]] = ("disk", "remote")
+_FINDABLE: Final = HOST | DISK | ARRIVING
+_EXPIRY_SECONDS: Final = 1.0  # between two looks for leases that nobody returned
 
-class _Promotion(NamedTuple):
-    """A block on its way into a host slot."""
 
-    entry: Entry
-    slot: int
+class Lower(Protocol):
+    """A tier below host memory, as lookups see it: a ``Cascade``."""
+
+    def promote(
+        self,
+        keys: Sequence[StoreKey],
+        slots: Sequence[int],
+        done: Callable[[int, Sequence[Read | None]], None],
+    ) -> None: ...
+
+    def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None: ...
+
+    def owes_drop(self, namespace: NamespaceId) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """Blocks of one tier that are being read into their host slots, for *tasks* to wait for."""
+
     source: LowerTier
+    ids: BlockIds
+    keys: list[StoreKey]
+    slots: list[int]
+    tasks: set[GetTask] = field(default_factory=set)
+
+
+class Settling(NamedTuple):
+    """Who is to be told, once the lock is free."""
+
+    tasks: set[GetTask]  # may have settled
+    told: list[tuple[Settled, TaskStatus]]
 
 
 class Gets:
-    """The get tasks of one manager. *lock* guards them and *cache*, and is not held over I/O."""
+    """The get tasks of one manager. The lock of *desk* guards them, and is not held over I/O."""
 
     def __init__(
         self,
         cache: Residency,
-        lower: Mapping[LowerTier, Cascade],
-        lock: threading.Condition,
-        ids: Iterator[int],
-        ended: Callable[[int, TaskState], None],
+        lower: Mapping[LowerTier, Lower],
+        desk: Desk,
         *,
+        planner: Planner,
         lease_seconds: float,
     ) -> None:
         self.tasks: dict[int, GetTask] = {}  # needs the lock
         self._cache = cache
         self._lower = lower
-        self._lock = lock
+        self._lock = desk.lock
         self._counters = cache.counters
-        self._ids = ids
-        self._ended = ended
+        self._desk = desk
+        self._planner = planner
         self._lease_seconds = lease_seconds
+        self._next_expiry = 0.0
         self._settled: dict[int, Settled] = {}
-        self._promotions: dict[StoreKey, _Promotion] = {}
+        self._arrivals: dict[int, _Arrival] = {}  # by block id, while it is being read
 
     def match(
-        self,
-        namespace: NamespaceId,
-        keys: Sequence[BlockKey],
-        owner: int,
-        settled: Settled | None,
+        self, lookup: Lookup, owner: int, settled: Settled | None
     ) -> tuple[TaskStatus, Callable[[], None]]:
         """``KVManager.get_match``, and what is to be called next, without the lock. Needs it."""
-        store_keys = [namespace + key for key in keys]
-        known = len(self._cache.index.longest_prefix(store_keys))
+        known = self._known_prefix(lookup)
         deadline = time.monotonic() + self._lease_seconds
-        task = GetTask(next(self._ids), owner, namespace, deadline)
-        promotions = self._extend(task, store_keys[:known])
-        unknown = store_keys[known:] if len(task.entries) == known else []
-        searched = self._searched_tier(namespace) if unknown else None
-        self._count_lookup(task, len(keys) - (len(unknown) if searched else 0))
-        if not task.entries and searched is None:
+        task = GetTask(self._desk.new_id(), owner, lookup.namespace, deadline)
+        arrivals = self._extend(task, lookup, known)
+        unknown = lookup.keys[len(known) :] if len(task.ids) == len(known) else lookup.keys[:0]
+        searched = self._searched_tier(lookup.namespace) if len(unknown) else None
+        self._count_lookup(task, len(lookup.keys) - (len(unknown) if searched else 0))
+        if not len(task.ids) and searched is None:
             return TaskStatus(0, TaskState.DONE), lambda: None
         if searched is not None:
             task.state = TaskState.SEARCHING
@@ -79,9 +117,10 @@ class Gets:
             self._settled[task.task_id] = settled
 
         def begin() -> None:
-            self._promote(promotions)
+            self._read(arrivals)
             if searched is not None:
-                searched.find(unknown, partial(self._found, task, unknown))
+                keys = [lookup.namespace + key.tobytes() for key in unknown]
+                searched.find(keys, partial(self._found, task, lookup, len(known)))
 
         return self.status(task), begin
 
@@ -89,174 +128,218 @@ class Gets:
         """The copies of *task* begin, and have as long as the lease is. Needs the lock."""
         task.deadline = time.monotonic() + self._lease_seconds
 
-    def forget(self, namespace: NamespaceId) -> None:
-        """What a running search finds of *namespace* does not count. Needs the lock."""
-        for task in self.tasks.values():
-            if task.state is TaskState.SEARCHING and task.namespace == namespace:
-                task.state = step(task.state, TaskEvent.FOUND)
-
-    def arriving_slots(self) -> list[int]:
-        """Host slots that blocks are being read into. Needs the lock."""
-        return [promotion.slot for promotion in self._promotions.values()]
-
-    def _promote(self, promotions: Sequence[_Promotion]) -> None:
-        for tier, lower in self._lower.items():
-            wanted = [promotion for promotion in promotions if promotion.source == tier]
-            if wanted:
-                keys = [promotion.entry.key for promotion in wanted]
-                slots = [promotion.slot for promotion in wanted]
-                lower.promote(keys, slots, partial(self._promoted, wanted))
+    def forget(self, namespace: NamespaceId) -> list[GetTask]:
+        """What running searches find of *namespace* does not count; their tasks. Needs the lock."""
+        stopped = [
+            task
+            for task in self.tasks.values()
+            if task.state is TaskState.SEARCHING and task.namespace == namespace
+        ]
+        for task in stopped:
+            task.state = step(task.state, TaskEvent.FOUND)
+        return stopped
 
     def expire(self) -> None:
         """Take the leases of gets whose owner has forgotten them."""
         now = time.monotonic()
+        if now < self._next_expiry:
+            return
+        self._next_expiry = now + _EXPIRY_SECONDS
         with self._lock:
             for task in [t for t in self.tasks.values() if t.deadline < now]:
                 _log.warning("task %d was given up: not ended in time", task.task_id)
                 self.end(task, TaskState.CANCELLED)
 
-    def _extend(self, task: GetTask, keys: Sequence[StoreKey]) -> list[_Promotion]:
-        """Lease *keys*, which follow the blocks of *task*, as far as host memory has room.
-
-        A key that the index does not know is one that the remote tier has. Returns what must be
-        read into host memory.
-        """
-        known = [self._cache.index.get(key) for key in keys]
-        for entry in known:  # before slots are taken: none of them may be the victim
-            if entry is not None:
-                self._cache.lease(entry)
-        promotions: list[_Promotion] = []
-        held = 0
-        for key, entry in zip(keys, known, strict=True):
-            if entry is None or (entry.host_slot == NO_SLOT and key not in self._promotions):
-                # A read for a block of this key that was reset meanwhile must end first.
-                slot = None if key in self._promotions else self._cache.take_slot()
-                if slot is None:
-                    break
-                source: LowerTier = "disk"
-                if entry is None:
-                    above = task.entries[-1].key if task.entries else None
-                    entry = self._cache.expect(key, above)  # noqa: PLW2901 - the block's own now
-                    self._cache.lease(entry)
-                    source = "remote"
-                promotions.append(_Promotion(entry, slot, source))
-                self._promotions[key] = promotions[-1]
-            task.disk_blocks += entry.host_slot == NO_SLOT and entry.on_disk
-            task.remote_blocks += entry.arriving
-            task.entries.append(entry)
-            held += 1
-        for entry in known[held:]:
-            if entry is not None:
-                self._cache.unlease(entry)
-        self._cache.touch(task.entries)
-        return promotions
-
-    def _found(self, task: GetTask, keys: Sequence[StoreKey], count: int) -> None:
-        """The remote tier has the first *count* of *keys*, which follow the blocks of *task*."""
-        with self.settling() as told:
-            self._counters.add(metrics.LOOKUP_BLOCKS, count, "remote")
-            self._counters.add(metrics.LOOKUP_BLOCKS, len(keys) - count, "none")
-            if task.state is not TaskState.SEARCHING:
-                return
-            task.state = step(task.state, TaskEvent.FOUND)
-            promotions = self._extend(task, keys[:count])
-            if promotions and task.task_id in self._settled:
-                told.append((self._settled[task.task_id], self.status(task)))
-        self._promote(promotions)
-
-    def _promoted(
-        self, promotions: Sequence[_Promotion], start: int, reads: Sequence[Read | None]
-    ) -> None:
-        """Some reads of ``_promote`` have ended."""
-        with self.settling():
-            for promotion, read in zip(promotions[start:], reads, strict=False):
-                self._arrived(promotion, read)
-
-    def _arrived(self, promotion: _Promotion, read: Read | None) -> None:
-        entry, slot, source = promotion
-        del self._promotions[entry.key]
-        if entry.forgotten or entry.host_slot != NO_SLOT:  # reset, or saved meanwhile
-            self._cache.release_slot(slot)
-        elif read is Read.HIT:
-            self._counters.add(metrics.PROMOTED_BLOCKS, 1, source)
-            self._cache.put_in_host(entry, slot)
-        else:
-            self._cache.release_slot(slot)
-            self._counters.add(metrics.CORRUPT_BLOCKS, read is Read.CORRUPT)
-            if entry.arriving:
-                self._cache.give_up(entry)
-            elif source == "disk" and read is not None:
-                self._cache.drop_from_disk(entry)
-
-    @contextmanager
-    def settling(self) -> Iterator[list[tuple[Settled, TaskStatus]]]:
-        """Holds the lock, then tells those whose promotions have all ended meanwhile, and others."""
-        told: list[tuple[Settled, TaskStatus]] = []
-        with self._lock:
-            yield told
-            for task in self.tasks.values():
-                if task.state is not TaskState.PROMOTING or self._is_waiting(task):
-                    continue
-                task.state = step(task.state, TaskEvent.PROMOTE)
-                ready = len(self.ready_slots(task))
-                for entry in task.entries[ready:]:
-                    self._cache.unlease(entry)
-                del task.entries[ready:]
-                settled = self._settled.pop(task.task_id, None)
-                if settled is not None:
-                    told.append((settled, self.status(task)))
-            self._lock.notify_all()
-        for settled, status in told:
-            settled(status)
-
-    def _is_waiting(self, task: GetTask) -> bool:
-        promotions = (self._promotions.get(entry.key) for entry in task.entries)
-        return any(
-            promotion is not None and promotion.entry is entry
-            for promotion, entry in zip(promotions, task.entries, strict=True)
-        )
-
     def end(self, task: GetTask, state: TaskState) -> None:
         """Return the leases of *task*. Needs the lock."""
-        for entry in task.entries:
-            self._cache.unlease(entry)
+        self._cache.unlease(task.ids)
         task.state = state
         del self.tasks[task.task_id]
         self._settled.pop(task.task_id, None)
-        self._ended(task.task_id, state)
+        self._desk.remember(task.task_id, state)
 
-    def ready_slots(self, task: GetTask) -> list[int]:
-        """Of the leading blocks of *task* that are in host memory. Needs the lock."""
-        slots = []
-        for entry in task.entries:
-            if entry.host_slot == NO_SLOT:
-                break
-            slots.append(entry.host_slot)
-        return slots
+    def fail(self, task: GetTask, state: TaskState) -> None:
+        """End *task*, whose bytes are in doubt: nobody else gets them from host memory."""
+        ids = task.ids
+        self.end(task, state)
+        self._cache.doubt(ids)
+
+    def ready(self, task: GetTask) -> BlockIds:
+        """The leading blocks of *task* that are in host memory. Needs the lock."""
+        return task.ids[: leading(self._cache.has(task.ids, HOST))]
 
     def status(self, task: GetTask) -> TaskStatus:
         """What a client sees of *task*. Needs the lock."""
-        slots = self.ready_slots(task)
+        slots = self._cache.index.host_slot[self.ready(task)]
         return TaskStatus(
             task.task_id,
             task.state,
-            slots,
-            [self._cache.memory.generation(slot) for slot in slots],
-            matched_blocks=len(task.entries),
+            slots.tolist(),
+            self._desk.memory.generations(slots).tolist(),
+            matched_blocks=len(task.ids),
             disk_blocks=task.disk_blocks,
             remote_blocks=task.remote_blocks,
         )
 
+    @contextmanager
+    def settling(self, tasks: Iterable[GetTask] = ()) -> Iterator[Settling]:
+        """Holds the lock, then tells those of *tasks*, and of those added meanwhile, that have
+        settled.
+        """
+        settling = Settling(set(tasks), [])
+        with self._lock:
+            yield settling
+            for task in settling.tasks:
+                if task.state is not TaskState.PROMOTING or self._is_waiting(task):
+                    continue
+                task.state = step(task.state, TaskEvent.PROMOTE)
+                ready = self.ready(task)
+                self._cache.unlease(task.ids[len(ready) :])
+                task.ids = ready
+                settled = self._settled.pop(task.task_id, None)
+                if settled is not None:
+                    settling.told.append((settled, self.status(task)))
+            self._lock.notify_all()
+        for settled, status in settling.told:
+            settled(status)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _known_prefix(self, lookup: Lookup) -> BlockIds:
+        """The leading blocks that are in host memory, on disk or on their way up."""
+        ids = self._cache.index.longest_prefix(lookup.namespace, lookup.keys)
+        if not (ids[1:] > ids[:-1]).all():  # else no key comes twice
+            _, first = np.unique(ids, return_index=True)
+            ids = ids[: leading(np.isin(np.arange(len(ids)), first))]
+        return ids[: leading(self._cache.has(ids, _FINDABLE))]
+
+    def _extend(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> list[_Arrival]:
+        """Lease *ids*, which follow the blocks of *task*, as far as that pays and there is room.
+
+        Those that are nowhere here are in the remote tier. Returns what must be read.
+        """
+        cache = self._cache
+        cache.lease(ids)  # before slots are taken: none of them may be the victim
+        sources = self._sources(ids)
+        plan = self._planner.plan(sources, _TIERS, lookup.blocks_per_second)
+        lacking = np.flatnonzero(sources[: plan.blocks])
+        slots = cache.take_slots(task.namespace, len(lacking))
+        if len(slots) < len(lacking):
+            plan = plan._replace(blocks=int(lacking[len(slots)]), reason=Reason.NO_ROOM)
+        cache.unlease(ids[plan.blocks :])
+        taken, sources = ids[: plan.blocks], sources[: plan.blocks]
+        here = cache.has(taken, HOST)
+        on_disk = ~here & cache.has(taken, DISK)
+        task.disk_blocks += int(np.count_nonzero(on_disk))
+        task.remote_blocks += int(np.count_nonzero(~here & ~on_disk))
+        before = self._awaited(taken)
+        arrivals = self._reserve(
+            taken[lacking[: len(slots)]], sources[lacking[: len(slots)]], slots
+        )
+        for arrival in before | set(arrivals):
+            arrival.tasks.add(task)
+        task.ids = np.concatenate([task.ids, taken])
+        cache.touch(task.ids)
+        self._explain(task, lookup, len(ids), plan)
+        return arrivals
+
+    def _sources(self, ids: BlockIds) -> NDArray[np.uint8]:
+        """For each block 0 if it is in host memory or on the way there, else 1 + its tier's index."""
+        here = self._cache.has(ids, HOST | ARRIVING)
+        on_disk = self._cache.has(ids, DISK)
+        return np.where(here, 0, np.where(on_disk, 1, 2)).astype(np.uint8)
+
+    def _reserve(self, ids: BlockIds, sources: NDArray[np.uint8], slots: Slots) -> list[_Arrival]:
+        """*ids* are about to be read into *slots*."""
+        self._cache.reserve(ids, slots, ARRIVING)
+        arrivals = []
+        for number, tier in enumerate(_TIERS, 1):
+            here = sources == number
+            if not here.any():
+                continue
+            if tier == "remote":
+                self._cache.index.set_where(ids[here], REMOTE)
+            keys = self._cache.index.store_keys(ids[here])
+            arrivals.append(_Arrival(tier, ids[here], keys, slots[here].tolist()))
+            self._arrivals.update(dict.fromkeys(ids[here].tolist(), arrivals[-1]))
+        return arrivals
+
+    def _awaited(self, ids: BlockIds) -> set[_Arrival]:
+        """The reads that some of *ids* come from."""
+        arriving = ids[self._cache.has(ids, ARRIVING)]
+        return {self._arrivals[block] for block in arriving.tolist()}
+
+    def _read(self, arrivals: Sequence[_Arrival]) -> None:
+        for arrival in arrivals:
+            done = partial(self._arrived, arrival)
+            self._lower[arrival.source].promote(arrival.keys, arrival.slots, done)
+
+    def _found(self, task: GetTask, lookup: Lookup, known: int, count: int) -> None:
+        """The remote tier has *count* blocks behind the first *known* of *lookup*."""
+        with self.settling([task]) as settling:
+            unknown = len(lookup.keys) - known
+            self._counters.add(metrics.LOOKUP_BLOCKS, count, "remote")
+            self._counters.add(metrics.LOOKUP_BLOCKS, unknown - count, "none")
+            if task.state is not TaskState.SEARCHING:
+                return
+            task.state = step(task.state, TaskEvent.FOUND)
+            above = int(task.ids[-1]) if len(task.ids) else ABSENT
+            keys = lookup.keys[known : known + count]
+            ids = self._cache.index.insert(lookup.namespace, keys, above)
+            free = leading(~self._cache.has(ids, WRITING))  # somebody is saving the next one
+            arrivals = self._extend(task, lookup, ids[:free])
+            self._cache.index.settle(ids[free:])
+            if arrivals and task.task_id in self._settled:
+                settling.told.append((self._settled[task.task_id], self.status(task)))
+        self._read(arrivals)
+
+    def _arrived(self, arrival: _Arrival, start: int, reads: Sequence[Read | None]) -> None:
+        """Some blocks of *arrival* have been read, or could not be."""
+        ids = arrival.ids[start : start + len(reads)]
+        hit = np.array([read is Read.HIT for read in reads], np.bool_)
+        absent = np.array([read in {Read.MISS, Read.CORRUPT} for read in reads], np.bool_)
+        with self.settling(arrival.tasks):
+            for block in ids.tolist():
+                del self._arrivals[block]
+            self._counters.add(metrics.PROMOTED_BLOCKS, int(hit.sum()), arrival.source)
+            self._counters.add(metrics.CORRUPT_BLOCKS, sum(r is Read.CORRUPT for r in reads))
+            self._cache.fill(ids[hit], ARRIVING)
+            self._cache.disappoint(ids[~hit], absent[~hit], arrival.source)
+
+    def _is_waiting(self, task: GetTask) -> bool:
+        return bool(self._cache.has(task.ids, ARRIVING).any())
+
     def _count_lookup(self, task: GetTask, blocks: int) -> None:
         """*task* is what this node knows of a lookup of *blocks*."""
-        found, disk, remote = len(task.entries), task.disk_blocks, task.remote_blocks
+        found, disk, remote = len(task.ids), task.disk_blocks, task.remote_blocks
         self._counters.add(metrics.LOOKUPS, 1)
         self._counters.add(metrics.LOOKUP_BLOCKS, found - disk - remote, "host")
         self._counters.add(metrics.LOOKUP_BLOCKS, disk, "disk")
         self._counters.add(metrics.LOOKUP_BLOCKS, remote, "remote")
         self._counters.add(metrics.LOOKUP_BLOCKS, blocks - found, "none")
 
-    def _searched_tier(self, namespace: NamespaceId) -> Cascade | None:
+    def _explain(self, task: GetTask, lookup: Lookup, found: int, plan: Plan) -> None:
+        self._counters.add(metrics.DECLINED_BLOCKS, found - plan.blocks, plan.reason.value)
+        host = len(task.ids) - task.disk_blocks - task.remote_blocks
+        self._desk.decisions.add(
+            Decision(
+                time.time(),
+                "get",
+                lookup.request,
+                lookup.namespace.hex(),
+                task.task_id,
+                len(lookup.keys),
+                host_blocks=host,
+                disk_blocks=task.disk_blocks,
+                remote_blocks=task.remote_blocks,
+                taken_blocks=len(task.ids),
+                reason=plan.reason.value,
+                load_seconds=plan.load_seconds,
+                recompute_seconds=plan.recompute_seconds,
+            )
+        )
+
+    def _searched_tier(self, namespace: NamespaceId) -> Lower | None:
         """The tier to be asked for blocks that the index does not know."""
         remote = self._lower.get("remote")
         return None if remote is None or remote.owes_drop(namespace) else remote

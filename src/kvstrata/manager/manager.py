@@ -1,24 +1,41 @@
 """KVManager: the truth about which blocks exist, and the tasks that load and save them."""
 
-import itertools
 import logging
-import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.tiers import DiskTier
-from kvstrata.core.types import EXACT, BlockFormat, BlockKey, NamespaceId, StoreKey
-from kvstrata.index.prefix_index import NO_SLOT
+from kvstrata.core.keys import KeyArray, as_key_array
+from kvstrata.core.tiers import DiskTier, WriteWhen
+from kvstrata.core.types import (
+    EXACT,
+    STORE_KEY_BYTES,
+    BlockFormat,
+    BlockKey,
+    NamespaceId,
+    StoredBlock,
+)
+from kvstrata.index.policies import EvictionPolicy
+from kvstrata.index.tree import PrefixIndex
 from kvstrata.manager.cascade import Cascade
+from kvstrata.manager.choices import make_policy
+from kvstrata.manager.decisions import Decision
+from kvstrata.manager.desk import Desk
 from kvstrata.manager.gets import Gets, Settled
+from kvstrata.manager.planner import Planner
+from kvstrata.manager.puts import Puts, distinct
 from kvstrata.manager.report import CacheReport, OperationReport, TierReport
-from kvstrata.manager.residency import LowerTier, Residency
+from kvstrata.manager.residency import Bools, LowerTier, Residency, Rows
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 from kvstrata.manager.tasks import (
     UNSETTLED,
     GetTask,
+    Lookup,
     PutTask,
     TaskEvent,
     TaskState,
@@ -35,8 +52,8 @@ _log = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 60.0  # plus the time to load: then a get loses its leases
 _KEPT_NAMESPACES = 256  # whose parts are shown; each reset of an engine names a new one
-_KEPT_RESULTS = 4096  # ended tasks whose state can still be asked for
 
+Keys = Sequence[BlockKey] | KeyArray
 OnPrefault = Callable[[int, int], None]
 
 
@@ -69,33 +86,36 @@ class KVManager:
         self.block_format = block_format
         self.counters = metrics.Counters()
         self._lock = threading.Condition()
+        self._quotas = dict(config.quotas)
         self._drain_timeout_seconds = config.drain_timeout_seconds
         self._storage = StorageEngine(
             block_bytes, config.tiers, remote=remote, block_format=block_format
         )
         self._memory = self._storage.host.data
         self.server_id = self._memory.mapping.server_id
-        disk, below = self._storage.disk, self._storage.remote
+        disk = self._storage.disk
+        self._desk = Desk(self._lock, self._memory)
         self._cache = Residency(
             self._memory,
             self.counters,
+            partial(_policy_of, config),
             disk_capacity_blocks=disk.capacity_blocks if disk else 0,
-            remote=below is not None,
+            write=self._written_tiers(config),
+            wake=lambda tier: self._lower[tier].wake(),
         )
         self._lower = self._open_lower(config)
         self._sessions = Sessions()
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
-        self._puts: dict[int, PutTask] = {}
-        self._ended: dict[int, TaskState] = {}
-        self._reserved: set[StoreKey] = set()  # keys of running puts
-        # An engine outlives its server, with tasks of the old one in flight: ids do not come again.
-        self._ids = itertools.count((1 + secrets.randbits(20)) << 32)
+        self._puts = Puts(self._cache, self._desk)
         self._gets = Gets(
             self._cache,
             self._lower,
-            self._lock,
-            self._ids,
-            self._remember,
+            self._desk,
+            planner=Planner(
+                {tier: lower.meter.cost for tier, lower in self._lower.items()},
+                load_timeout_seconds=config.load_timeout_seconds,
+                take_all=config.recompute == "never",
+            ),
             lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
         )
         if config.prefault:
@@ -103,18 +123,27 @@ class KVManager:
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
             ).start()
 
+    def _written_tiers(self, config: Config) -> dict[LowerTier, WriteWhen]:
+        """The tiers below that there are, and when each gets a block."""
+        found: dict[LowerTier, WriteWhen] = {}
+        if self._storage.disk is not None:
+            found["disk"] = config.disk_tier.write if config.disk_tier else "saved"
+        if self._storage.remote is not None:
+            found["remote"] = config.shared_tier.write if config.shared_tier else "saved"
+        return found
+
     def _open_lower(self, config: Config) -> dict[LowerTier, Cascade]:
         lower: dict[LowerTier, Cascade] = {}
         disk, remote = self._storage.disk, self._storage.remote
         if disk is not None:
-            self._cache.restore(disk.data.blocks())
+            self._cache.restore(*_rows(disk.data.blocks()))
             store = self._storage.as_blocks(disk.data)
             limits = _limits_of(config.disk_tier)
-            lower["disk"] = Cascade("disk", store, self._cache, self._lock, limits=limits)
+            lower["disk"] = Cascade("disk", store, self._cache, self._desk, limits=limits)
         if remote is not None:
             store = self._storage.as_blocks(remote.data)
             upkeep = self._storage.upkeep
-            lower["remote"] = Cascade("remote", store, self._cache, self._lock, upkeep=upkeep)
+            lower["remote"] = Cascade("remote", store, self._cache, self._desk, upkeep=upkeep)
         return lower
 
     # -- who is there ------------------------------------------------------------------------
@@ -132,6 +161,9 @@ class KVManager:
         with self._lock:
             self._namespaces.pop(namespace, None)
             self._namespaces[namespace] = dict(parts)
+            share = self._quotas.get(parts.get("model", ""))
+            if share is not None:
+                self._cache.limit(namespace, share)
             if len(self._namespaces) > _KEPT_NAMESPACES:
                 del self._namespaces[next(iter(self._namespaces))]
 
@@ -142,6 +174,11 @@ class KVManager:
     def connect_worker(self, session: str, rank: int) -> int:
         with self._lock:
             return self._sessions.add_worker(session, rank)
+
+    def measured(self, owner: int, blocks_per_second: float) -> None:
+        """The engine *owner* computes so many blocks a second, by its own measurement."""
+        with self._lock:
+            self._sessions.measured(owner, blocks_per_second)
 
     def connect_observer(self) -> int:
         with self._lock:
@@ -158,22 +195,21 @@ class KVManager:
             for get in [g for g in self._gets.tasks.values() if g.owner == owner]:
                 self._gets.end(get, TaskState.CANCELLED)
             slots = []
-            for put in [p for p in self._puts.values() if p.owner == owner]:
-                slots += self._end_put(put, TaskState.CANCELLED)
-            for slot in self._sessions.orphan(owner, slots) + self._sessions.remove(owner):
-                self._cache.release_slot(slot)
+            for put in [p for p in self._puts.tasks.values() if p.owner == owner]:
+                slots += self._puts.abandon(put, TaskState.CANCELLED)
+            self._release(self._sessions.orphan(owner, slots) + self._sessions.remove(owner))
 
     # -- tasks -------------------------------------------------------------------------------
 
     def get_match(
         self,
         namespace: NamespaceId,
-        keys: Sequence[BlockKey],
+        keys: Keys,
         *,
         owner: int = LOCAL_OWNER,
         settled: Settled | None = None,
     ) -> TaskStatus:
-        """Lease the longest prefix of *keys* that is in some tier.
+        """Lease the longest prefix of *keys* that is in some tier and sooner loaded than computed.
 
         The status is ``READY`` if all of it is in host memory. Else its slots are the part that
         is, and *settled* is called, on another thread, when the rest has arrived or failed:
@@ -183,17 +219,20 @@ class KVManager:
         not all workers of *owner* are attached.
         """
         self._gets.expire()
+        asked = as_key_array(keys)
         with self._lock:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
-            status, begin = self._gets.match(namespace, keys, owner, settled)
+            rate = self._sessions.blocks_per_second(owner)
+            lookup = Lookup(namespace, asked, "", rate)
+            status, begin = self._gets.match(lookup, owner, settled)
         begin()
         return status
 
     def put_match(
         self,
         namespace: NamespaceId,
-        keys: Sequence[BlockKey],
+        keys: Keys,
         *,
         parent: BlockKey | None = None,
         owner: int = LOCAL_OWNER,
@@ -205,38 +244,11 @@ class KVManager:
         all is there, ``FAILED`` if others are still saving it, if there is no room, or if not all
         workers are attached.
         """
+        asked = distinct(as_key_array(keys))
         with self._lock:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
-            store_keys = [namespace + key for key in keys]
-            above = [namespace + parent if parent is not None else None, *store_keys[:-1]]
-            task = PutTask(next(self._ids), owner, namespace, [], [], [], [])
-            known = []
-            shed = 0
-            for i, key in enumerate(store_keys):
-                entry = self._cache.index.get(key)
-                if entry is not None:
-                    self._cache.lease(entry)
-                    known.append(entry)
-                elif key not in self._reserved:
-                    slot = self._cache.take_slot()
-                    if slot is None:
-                        shed = len(store_keys) - i
-                        break
-                    self._reserved.add(key)
-                    task.keys.append(key)
-                    task.parents.append(above[i])
-                    task.slots.append(slot)
-                    task.missing.append(i)
-            for entry in known:
-                self._cache.unlease(entry)
-            self._cache.touch(known)
-            self.counters.add(metrics.SHED_BLOCKS, shed)
-            if not task.keys:
-                found = len(known) == len(store_keys)
-                return TaskStatus(0, TaskState.DONE if found else TaskState.FAILED)
-            self._puts[task.task_id] = task
-            return self._status_of_put(task)
+            return self._puts.match(namespace, asked, parent, owner, "")
 
     def launch(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these tasks begin. Unknown tasks, and those of others, are passed over."""
@@ -251,10 +263,10 @@ class KVManager:
         with self._lock:
             for task, state in self._moved(task_ids, owner, TaskEvent.COMPLETE):
                 if isinstance(task, GetTask):
-                    self.counters.add(metrics.LOADED_BLOCKS, len(self._gets.ready_slots(task)))
+                    self.counters.add(metrics.LOADED_BLOCKS, len(self._gets.ready(task)))
                     self._gets.end(task, state)
                 else:
-                    self._publish(task)
+                    self._puts.publish(task)
 
     def fail(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these tasks have failed and have ended.
@@ -264,14 +276,10 @@ class KVManager:
         with self._lock:
             for task, state in self._moved(task_ids, owner, TaskEvent.FAIL):
                 if isinstance(task, PutTask):
-                    for slot in self._end_put(task, state):
-                        self._cache.release_slot(slot)
-                    continue
-                self.counters.add(metrics.FAILED_LOADS, 1)
-                self._gets.end(task, state)
-                for entry in reversed(task.entries):
-                    if not entry.leases and not entry.forgotten and entry.host_slot != NO_SLOT:
-                        self._cache.drop_from_host(entry)
+                    self._release(self._puts.abandon(task, state))
+                else:
+                    self.counters.add(metrics.FAILED_LOADS, 1)
+                    self._gets.fail(task, state)
 
     def cancel(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """Give up tasks that are not running. The caller vouches that nobody will copy for them."""
@@ -280,8 +288,7 @@ class KVManager:
                 if isinstance(task, GetTask):
                     self._gets.end(task, state)
                 else:
-                    for slot in self._end_put(task, state):
-                        self._cache.release_slot(slot)
+                    self._release(self._puts.abandon(task, state))
 
     def try_wait(self, task_ids: Sequence[int]) -> dict[int, TaskStatus]:
         """What is known of these tasks now. Tasks ended long ago are absent."""
@@ -290,10 +297,10 @@ class KVManager:
             for task_id in task_ids:
                 if task_id in self._gets.tasks:
                     found[task_id] = self._gets.status(self._gets.tasks[task_id])
-                elif task_id in self._puts:
-                    found[task_id] = self._status_of_put(self._puts[task_id])
-                elif task_id in self._ended:
-                    found[task_id] = TaskStatus(task_id, self._ended[task_id])
+                elif task_id in self._puts.tasks:
+                    found[task_id] = self._puts.status(self._puts.tasks[task_id])
+                elif (state := self._desk.ended(task_id)) is not None:
+                    found[task_id] = TaskStatus(task_id, state)
             return found
 
     def wait(self, task_ids: Sequence[int], timeout_seconds: float) -> dict[int, TaskStatus]:
@@ -310,9 +317,7 @@ class KVManager:
             )
             return self.try_wait(task_ids)
 
-    def prefetch(
-        self, namespace: NamespaceId, keys: Sequence[BlockKey], *, owner: int = LOCAL_OWNER
-    ) -> int:
+    def prefetch(self, namespace: NamespaceId, keys: Keys, *, owner: int = LOCAL_OWNER) -> int:
         """Bring the longest prefix of *keys* into host memory; the task, 0 if it is there already.
 
         The task ends by itself: its leases are returned as soon as the blocks have arrived.
@@ -334,13 +339,15 @@ class KVManager:
         Blocks that are being saved at this moment will not become visible. On ``TierUnavailable``
         none is found either, but it could be after a restart; the drop is tried until it succeeds.
         """
-        with self._gets.settling():
-            for put in self._puts.values():
-                put.stale = put.stale or put.namespace == namespace
-            self._gets.forget(namespace)
+        with self._gets.settling() as settling:
+            settling.tasks.update(self._gets.forget(namespace))
             dropped = self._cache.forget(namespace)
             for lower in self._lower.values():
                 lower.owe_drop(namespace)
+        more = True
+        while more:
+            with self._lock:
+                more = self._cache.reap()
         refused: TierUnavailable | None = None
         for lower in self._lower.values():
             try:
@@ -375,19 +382,21 @@ class KVManager:
                 tiers=tiers,
                 counters=self.counters.snapshot(),
                 running_gets=len(self._gets.tasks),
-                running_puts=len(self._puts),
+                running_puts=len(self._puts.tasks),
                 namespaces=self._cache.describe(self._namespaces),
                 engines=self._sessions.describe(),
                 operations=[OperationReport(*c) for c in self.counters.operations.snapshot()],
             )
 
+    def explain(self, request: str) -> list[Decision]:
+        """What was decided lately for *request*, oldest first."""
+        with self._lock:
+            return self._desk.decisions.of(request)
+
     def check(self) -> None:
         """Raises ``InvariantViolated`` unless every slot is accounted for exactly once."""
         with self._lock:
-            reserved = [slot for put in self._puts.values() for slot in put.slots]
-            reserved += self._gets.arriving_slots()
-            reserved += self._sessions.orphaned_slots()
-            self._cache.check(reserved)
+            self._cache.check(self._sessions.orphaned_slots())
 
     def close(self) -> None:
         """Write what no tier below has yet, at most ``drain_timeout_seconds`` each; release all."""
@@ -397,34 +406,8 @@ class KVManager:
 
     # -- inside, with the lock held ----------------------------------------------------------
 
-    def _publish(self, task: PutTask) -> None:
-        """The bytes of *task* are in its slots: insert its blocks, unless a reset forbids it."""
-        for key, parent, slot in zip(task.keys, task.parents, task.slots, strict=True):
-            self._reserved.discard(key)
-            entry = None if task.stale else self._cache.index.insert(key, parent)
-            if entry is None or entry.host_slot != NO_SLOT:  # reset, or come from the remote tier
-                self._cache.release_slot(slot)
-            else:
-                self._cache.put_in_host(entry, slot)
-        self._cache.touch(self._cache.index.longest_prefix(task.keys))
-        self.counters.add(metrics.SAVED_BLOCKS, 0 if task.stale else len(task.keys))
-        del self._puts[task.task_id]
-        self._remember(task.task_id, TaskState.DONE)
-        for lower in self._lower.values():
-            lower.wake()
-
-    def _end_put(self, task: PutTask, state: TaskState) -> list[int]:
-        """End *task* without publishing; its slots, still taken."""
-        self._reserved.difference_update(task.keys)
-        del self._puts[task.task_id]
-        self._remember(task.task_id, state)
-        return task.slots
-
-    def _remember(self, task_id: int, state: TaskState) -> None:
-        self._ended[task_id] = state
-        if len(self._ended) > _KEPT_RESULTS:
-            del self._ended[next(iter(self._ended))]
-        self._lock.notify_all()
+    def _release(self, slots: list[int]) -> None:
+        self._cache.release_slots(np.array(slots, np.int32))
 
     def _moved(
         self, task_ids: Sequence[int], owner: int, event: TaskEvent
@@ -436,7 +419,7 @@ class KVManager:
         """
         refused: InvariantViolated | None = None
         for task_id in task_ids:
-            task = self._gets.tasks.get(task_id) or self._puts.get(task_id)
+            task = self._gets.tasks.get(task_id) or self._puts.tasks.get(task_id)
             if task is None or task.owner != owner:
                 continue
             try:
@@ -448,10 +431,6 @@ class KVManager:
         if refused is not None:
             raise refused
 
-    def _status_of_put(self, task: PutTask) -> TaskStatus:
-        generations = [self._memory.generation(slot) for slot in task.slots]
-        return TaskStatus(task.task_id, task.state, task.slots, generations, task.missing)
-
     # -- inside, without the lock ------------------------------------------------------------
 
     def _prefault(self, progress: OnPrefault | None) -> None:
@@ -459,6 +438,25 @@ class KVManager:
             self._memory.prefault(progress)
         except (OSError, ValueError) as e:
             _log.warning("host memory could not be prefaulted: %s", e)
+
+
+def _policy_of(
+    config: Config, tier: Literal["host", "disk"], index: PrefixIndex, blocks: int
+) -> EvictionPolicy:
+    chosen = config.host_tier if tier == "host" else config.disk_tier
+    return make_policy(chosen.eviction if chosen else "lru", index, blocks)
+
+
+def _rows(blocks: Iterable[StoredBlock]) -> tuple[Rows, Rows, Bools]:
+    """Keys and parents of *blocks*, one a row, and which have a parent."""
+    found = list(blocks)
+    keys = b"".join(block.key for block in found)
+    parents = b"".join(block.parent or bytes(STORE_KEY_BYTES) for block in found)
+    return (
+        np.frombuffer(keys, np.uint8).reshape(-1, STORE_KEY_BYTES),
+        np.frombuffer(parents, np.uint8).reshape(-1, STORE_KEY_BYTES),
+        np.array([block.parent is not None for block in found], np.bool_),
+    )
 
 
 def _limits_of(tier: DiskTier | None) -> TransferLimits:

@@ -1,19 +1,60 @@
 """Which block is in which tier, and who has to leave when a tier is full. Not thread-safe."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
-from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoredBlock, StoreKey
-from kvstrata.index.eviction import LRU, EvictionPolicy
-from kvstrata.index.prefix_index import NO_SLOT, Entry, PrefixIndex
-from kvstrata.index.slots import SlotPool
+from kvstrata.core.keys import BlockIds
+from kvstrata.core.tiers import WriteWhen
+from kvstrata.core.types import NamespaceId, StoreKey
+from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
+from kvstrata.index.policies import EvictionPolicy
+from kvstrata.index.pool import SlotPool
+from kvstrata.index.tree import PrefixIndex
 from kvstrata.manager.report import NamespaceReport
+from kvstrata.manager.shares import Shares
+from kvstrata.manager.write_queue import WriteQueue
 from kvstrata.observe import metrics
-from kvstrata.storage.host import HostMemory
 
 LowerTier = Literal["disk", "remote"]
+
+MakePolicy = Callable[[Literal["host", "disk"], PrefixIndex, int], EvictionPolicy]
+
+_NO_BLOCKS: Final = np.empty(0, np.int32)
+BIT: Final[Mapping[LowerTier, int]] = {"disk": DISK, "remote": REMOTE}
+_OVERSIZE_SHARE: Final = 10  # what can never fit may take a tenth of the tier from others
+_SPARE_IDS: Final = (
+    1024  # for blocks that are nowhere and whose children or readers are still there
+)
+
+_AHEAD_SHARE: Final = 32  # of host memory is written before its slots are needed
+_REAP_BLOCKS: Final = 4096  # freed at a time, with the lock held
+
+Slots = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+Rows = NDArray[np.uint8]
+
+
+class SlotOwner(Protocol):
+    """What is told that slots change hands: ``HostMemory``, or nobody in a simulation."""
+
+    @property
+    def slots(self) -> int: ...
+
+    def disown(self, slots: Slots) -> None: ...
+
+
+@dataclass(slots=True)
+class _Writes:
+    """How blocks get to one tier below."""
+
+    when: WriteWhen
+    queue: WriteQueue
+    stopped: bool = False
 
 
 class Residency:
@@ -21,201 +62,279 @@ class Residency:
 
     def __init__(
         self,
-        memory: HostMemory,
+        memory: SlotOwner,
         counters: metrics.Counters,
+        make_policy: MakePolicy,
         *,
-        disk_capacity_blocks: int,
-        remote: bool = False,
+        disk_capacity_blocks: int = 0,
+        write: Mapping[LowerTier, WriteWhen],
+        wake: Callable[[LowerTier], None],
     ) -> None:
-        self.index = PrefixIndex()
-        self.memory = memory
+        """*make_policy* is called with a tier's name, the index, and the blocks of the tier.
+
+        *write* has the tiers below that there are, and when they get a block; *wake* is called
+        when one has something to write.
+        """
+        blocks = memory.slots + disk_capacity_blocks
+        self.index = PrefixIndex(blocks + blocks // 8 + _SPARE_IDS)
         self.counters = counters
+        self._memory = memory
+        self._wake = wake
         self._slots = SlotPool(memory.slots)
-        self._host: EvictionPolicy = LRU()
-        self._disk: EvictionPolicy = LRU()
+        self._host = Shares(self.index, HOST, lambda: make_policy("host", self.index, memory.slots))
+        self._disk = Shares(
+            self.index, DISK, lambda: make_policy("disk", self.index, disk_capacity_blocks)
+        )
         self._disk_capacity = disk_capacity_blocks
-        lower: list[LowerTier] = []
-        lower += ["disk"] if disk_capacity_blocks else []
-        lower += ["remote"] if remote else []
-        # Of each tier below: what is in host memory and not there.
-        self._unwritten: dict[LowerTier, OrderedDict[StoreKey, Entry]] = {
-            tier: OrderedDict() for tier in lower
+        self._writes_late = "evicted" in write.values()
+        self._writes = {
+            tier: _Writes(when, WriteQueue(self.index.capacity)) for tier, when in write.items()
         }
-        self._parting: set[int] = set()  # slots of forgotten blocks that are still leased
+        self._used: NDArray[np.bool_] = np.zeros(self.index.capacity, np.bool_)  # since they came
 
     @property
     def host_used(self) -> int:
-        return self._slots.capacity - self._slots.free
-
-    def longest_free_run(self) -> int:
-        """Free host slots that lie side by side."""
-        return self._slots.longest_free_run
+        return self._slots.used
 
     @property
     def disk_used(self) -> int:
         return len(self._disk)
 
+    def longest_free_run(self) -> int:
+        """Free host slots that lie side by side."""
+        return self._slots.longest_free_run
+
     def unwritten(self, tier: LowerTier) -> int:
-        return len(self._unwritten[tier])
+        """Blocks of host memory that wait for *tier*."""
+        return len(self._writes[tier].queue)
 
-    def restore(self, blocks: Iterable[StoredBlock]) -> None:
-        """Take over what a disk tier held when it was opened."""
-        for block in blocks:
-            self.index.insert(block.key, block.parent).on_disk = True
-            self._disk.add(block.key)
+    def stop_writing(self, tier: LowerTier, stop: bool) -> None:
+        """Whether *tier* takes nothing for now: then blocks leave host memory unwritten."""
+        self._writes[tier].stopped = stop
 
-    def touch(self, entries: Sequence[Entry]) -> None:
-        """These were used together, in prompt order."""
-        keys = [entry.key for entry in entries]
-        self._host.touch(keys)
-        self._disk.touch(keys)
+    def write_late_blocks(self) -> None:
+        """Host memory is about to end: what would be written before it leaves is written now."""
+        for ids in self.index.ids():
+            self._write(ids[self.has(ids, HOST)], "evicted")
 
-    def lease(self, entry: Entry) -> None:
-        entry.leases += 1
+    def restore(self, keys: Rows, parents: Rows, has_parent: Bools) -> None:
+        """Take over what a disk tier held when it was opened: store keys, one a row."""
+        ids = self.index.insert_stored(keys, parents, has_parent)
+        self.index.set_where(ids, DISK)
+        self._disk.admit(ids)
 
-    def unlease(self, entry: Entry) -> None:
-        if entry.leases <= 0:
-            raise InvariantViolated("a lease is returned that was not taken")
-        entry.leases -= 1
-        if entry.forgotten and not entry.leases and entry.host_slot != NO_SLOT:
-            self._parting.remove(entry.host_slot)
-            self.release_slot(entry.host_slot)
-            entry.host_slot = NO_SLOT
+    # -- use -----------------------------------------------------------------------------------
 
-    def take_slot(self) -> int | None:
-        """A host slot with a new owner, at the cost of the worst block there; None if none may go."""
-        slot = self._slots.take()
-        if slot is None and self._evict_from_host():
-            slot = self._slots.take()
-        if slot is not None:
-            self.memory.disown(slot)
-        return slot
+    def touch(self, ids: BlockIds) -> None:
+        """These were found together, in prompt order."""
+        self._host.touch(ids)
+        self._disk.touch(ids)
+        again = ids[self.has(ids, HOST) & ~self._used[ids]]
+        if len(again):
+            self._used[again] = True
+            self._write(again, "reused")
 
-    def release_slot(self, slot: int) -> None:
-        self.memory.disown(slot)
-        self._slots.release(slot)
+    def lease(self, ids: BlockIds) -> None:
+        self.index.lease(ids)
 
-    def put_in_host(self, entry: Entry, slot: int) -> None:
-        """The bytes of *entry* are in *slot* now."""
-        entry.host_slot = slot
-        entry.arriving = False
-        self._host.add(entry.key)
-        for tier, waiting in self._unwritten.items():
-            if not _is_in(entry, tier):
-                waiting[entry.key] = entry
+    def unlease(self, ids: BlockIds) -> None:
+        """Return leases; what a reset has taken from the index frees its slot with the last."""
+        self.index.unlease(ids)
+        forgotten = self.index.is_retired(ids)
+        if forgotten.any():
+            self._bury(ids[forgotten & (self.index.leases[ids] == 0)])
+        self.index.settle(ids)
 
-    def expect(self, key: StoreKey, parent: StoreKey | None) -> Entry:
-        """A block of the remote tier that is about to be read into host memory."""
-        entry = self.index.insert(key, parent)
-        entry.arriving = entry.in_remote = True
-        return entry
+    def has(self, ids: BlockIds, bits: int) -> Bools:
+        """Which of *ids* have one of *bits* of ``PrefixIndex.where``."""
+        found: Bools = (self.index.where[ids] & bits) != 0
+        return found
 
-    def give_up(self, entry: Entry) -> None:
-        """A block of ``expect`` does not come."""
-        entry.arriving = entry.in_remote = False
-        self._remove_if_nowhere(entry)
+    # -- host memory ---------------------------------------------------------------------------
 
-    def drop_from_host(self, entry: Entry) -> None:
-        """Give up the host copy of an unleased *entry*."""
-        if entry.leases:
+    def limit(self, namespace: NamespaceId, share: float) -> None:
+        """*namespace* may have no more than that share of host memory, and of the disk."""
+        self._host.limit(namespace, max(1, int(share * self._slots.capacity)))
+        self._disk.limit(namespace, max(1, int(share * self._disk_capacity)))
+
+    def take_slots(self, namespace: NamespaceId, count: int) -> Slots:
+        """At most *count* host slots for *namespace*, at the cost of the worst blocks there.
+
+        Fewer where no more blocks may leave. What is larger than the whole tier can not be kept
+        and gets the free slots and a tenth of the tier: it would drive out everything else.
+        """
+        count -= self._make_room_within(namespace, count)
+        slots = self._slots.take(count)
+        short = count - len(slots)
+        if short:
+            if count > self._slots.capacity:
+                short = min(short, max(1, self._slots.capacity // _OVERSIZE_SHARE))
+            self._evict_from_host(short)
+            slots = np.concatenate([slots, self._slots.take(short)])
+        self._memory.disown(slots)
+        return slots
+
+    def release_slots(self, slots: Slots) -> None:
+        self._memory.disown(slots)
+        self._slots.release(slots)
+
+    def reserve(self, ids: BlockIds, slots: Slots, bit: int) -> None:
+        """*slots* wait for the bytes of *ids*, which somebody writes (*bit* is ``WRITING``) or
+        reads from a tier below (``ARRIVING``).
+        """
+        self.index.host_slot[ids] = slots
+        self.index.set_where(ids, bit)
+
+    def fill(self, ids: BlockIds, bit: int) -> None:
+        """The bytes of *ids*, reserved as *bit*, are in their slots now. In prompt order."""
+        self.index.clear_where(ids, bit)
+        forgotten = self.index.is_retired(ids)
+        if forgotten.any():
+            self._free(ids[forgotten])
+            self._bury(ids[forgotten])
+            self.index.settle(ids[forgotten])
+            ids = ids[~forgotten]
+        self.index.set_where(ids, HOST)
+        self._used[ids] = False
+        self._host.admit(ids)
+        self._write(ids, "saved")
+
+    def abandon(self, ids: BlockIds) -> Slots:
+        """The bytes of *ids*, reserved as ``WRITING``, do not come. Their slots, still taken."""
+        slots: Slots = self.index.host_slot[ids]
+        self.index.host_slot[ids] = NO_SLOT
+        self.index.clear_where(ids, WRITING)
+        self.index.settle(ids)
+        return slots
+
+    def disappoint(self, ids: BlockIds, absent: Bools, tier: LowerTier) -> None:
+        """*ids*, reserved as ``ARRIVING``, do not come from *tier*; *absent* ones are not there."""
+        self._free(ids)
+        if tier == "disk":
+            self._disk.remove(ids[absent])
+        self.index.clear_where(ids[absent], BIT[tier])
+        self.index.clear_where(ids, ARRIVING)
+        self.index.settle(ids)
+
+    def drop_from_host(self, ids: BlockIds) -> None:
+        """Give up the host copies of unleased blocks."""
+        if self.index.leases[ids].any():
             raise InvariantViolated("a leased block is dropped")
-        self._host.remove(entry.key)
-        for waiting in self._unwritten.values():
-            waiting.pop(entry.key, None)
-        if self._unwritten and not (entry.on_disk or entry.in_remote):
-            self.counters.add(metrics.LOST_BLOCKS, 1)
-        self.release_slot(entry.host_slot)
-        entry.host_slot = NO_SLOT
-        self._remove_if_nowhere(entry)
+        for writes in self._writes.values():
+            writes.queue.discard(ids)
+        if self._writes:
+            lost = len(ids) - int(np.count_nonzero(self.has(ids, DISK | REMOTE)))
+            self.counters.add(metrics.LOST_BLOCKS, lost)
+        self._host.remove(ids)
+        self._free(ids)
+        self.index.clear_where(ids, HOST)
+        self.index.settle(ids)
 
-    def next_unwritten(self, tier: LowerTier, count: int) -> list[Entry]:
+    def doubt(self, ids: BlockIds) -> None:
+        """There may be other bytes than these blocks' in host memory: drop what nobody leases.
+
+        *ids* were leased until now, so some may be gone already.
+        """
+        here = ids[self.has(ids, HOST) & (self.index.leases[ids] == 0)]
+        self.drop_from_host(here)
+
+    # -- tiers below ---------------------------------------------------------------------------
+
+    def next_unwritten(self, tier: LowerTier, count: int) -> BlockIds:
         """At most *count* blocks that *tier* lacks, leased; ``written`` gives them back."""
-        batch: list[Entry] = []
-        waiting = self._unwritten[tier]
-        while waiting and len(batch) < count:
-            _, entry = waiting.popitem(last=False)
-            self.lease(entry)
-            batch.append(entry)
+        batch = self._writes[tier].queue.pop(count)
+        self.index.lease(batch)
         return batch
 
-    def make_disk_room(self, blocks: int) -> list[Entry]:
-        """Evict until *blocks* more fit, or nothing more may leave; the caller removes the bytes."""
-        victims = []
-        while self._disk_capacity - len(self._disk) < blocks:
-            key = self._disk.victim(self._may_leave_disk)
-            if key is None:
-                break
-            entry = self._entry(key)
-            self.drop_from_disk(entry)
-            victims.append(entry)
-        self.counters.add(metrics.EVICTED_BLOCKS, len(victims), "disk")
-        return victims
+    def written(self, tier: LowerTier, ids: BlockIds, stored: Bools) -> None:
+        """The write of blocks of ``next_unwritten`` has ended. Forgotten ones do not count."""
+        kept = ids[stored & ~self.index.is_retired(ids)]
+        self.index.set_where(kept, BIT[tier])
+        if tier == "disk":
+            # What leaves host memory comes with the last of a prompt first.
+            late = self._writes[tier].when == "evicted"
+            self._disk.admit(kept[::-1] if late else kept)
+        self.unlease(ids)
 
-    def written(self, tier: LowerTier, entry: Entry, *, stored: bool) -> None:
-        """The write of a block of ``next_unwritten`` has ended. A forgotten one does not count."""
-        if stored and not entry.forgotten:
-            if tier == "disk":
-                entry.on_disk = True
-                self._disk.add(entry.key)
-            else:
-                entry.in_remote = True
-        self.unlease(entry)
+    def write_later(self, tier: LowerTier, ids: BlockIds) -> None:
+        """The store could not be asked: *ids*, of ``next_unwritten``, wait again."""
+        self._writes[tier].queue.add(ids[~self.index.is_retired(ids)])
+        self.unlease(ids)
 
-    def write_later(self, tier: LowerTier, entry: Entry) -> None:
-        """The store could not be asked: *entry*, of ``next_unwritten``, waits again."""
-        if not entry.forgotten:
-            self._unwritten[tier][entry.key] = entry
-        self.unlease(entry)
+    def make_disk_room(self, ids: BlockIds) -> list[StoreKey]:
+        """Evict until *ids* fit, or nothing more may leave; what the disk has to remove."""
+        keys: list[StoreKey] = []
+        for namespace in self._disk.limited:
+            theirs = int(np.count_nonzero(self.index.are_of(ids, namespace)))
+            over = self._disk.excess(namespace, theirs)
+            if over:
+                keys += self._evict_from_disk(
+                    self._disk.victims_of(namespace, over, self._may_leave_disk)
+                )
+        short = len(self._disk) + len(ids) - self._disk_capacity
+        if short > 0:
+            keys += self._evict_from_disk(self._disk.victims(short, self._may_leave_disk))
+        return keys
 
-    def drop_from_disk(self, entry: Entry) -> None:
-        self._disk.remove(entry.key)
-        entry.on_disk = False
-        self._remove_if_nowhere(entry)
+    def drop_from_disk(self, ids: BlockIds) -> None:
+        self._disk.remove(ids)
+        self.index.clear_where(ids, DISK)
+        self.index.settle(ids)
+
+    # -- whole namespaces ----------------------------------------------------------------------
 
     def forget(self, namespace: NamespaceId) -> int:
-        """Drop every block of *namespace*; leased ones are gone for everybody but their holders."""
-        entries = self.index.namespace(namespace)
-        for entry in entries:
-            self.index.remove(entry)
-            self._host.remove(entry.key)
-            self._disk.remove(entry.key)
-            for waiting in self._unwritten.values():
-                waiting.pop(entry.key, None)
-            entry.on_disk = entry.in_remote = False
-            if entry.host_slot == NO_SLOT:
-                continue
-            if entry.leases:
-                self._parting.add(entry.host_slot)
-            else:
-                self.release_slot(entry.host_slot)
-                entry.host_slot = NO_SLOT
-        return len(entries)
+        """Nobody finds a block of *namespace* from now on; how many there were. ``reap`` frees them."""
+        blocks = self.index.counts(namespace).blocks
+        self._host.unlimit(namespace)
+        self._disk.unlimit(namespace)
+        self.index.retire(namespace)
+        return blocks
+
+    def reap(self) -> bool:
+        """Free some of what ``forget`` has left; whether there may be more."""
+        ids = self.index.reap(_REAP_BLOCKS)
+        self._leave_tiers(ids)
+        return len(ids) > 0
 
     def describe(
         self, namespaces: Mapping[NamespaceId, Mapping[str, str]]
     ) -> list[NamespaceReport]:
         """What each namespace holds: *namespaces*, and any other that has blocks."""
-        reports = {
-            namespace: NamespaceReport(namespace.hex(), dict(parts))
-            for namespace, parts in namespaces.items()
-        }
-        for entry in self.index:
-            namespace = entry.key[:NAMESPACE_ID_BYTES]
-            report = reports.setdefault(namespace, NamespaceReport(namespace.hex(), {}))
-            report.blocks += 1
-            report.host_blocks += entry.host_slot != NO_SLOT
-            report.disk_blocks += entry.on_disk
-        return list(reports.values())
+        known = dict.fromkeys([*namespaces, *self.index.namespaces])
+        reports = []
+        for namespace in known:
+            counts = self.index.counts(namespace)
+            reports.append(
+                NamespaceReport(
+                    namespace.hex(),
+                    dict(namespaces.get(namespace, {})),
+                    counts.blocks,
+                    counts.host,
+                    counts.disk,
+                )
+            )
+        return reports
 
-    def check(self, reserved_slots: Sequence[int]) -> None:
-        """Raises ``InvariantViolated`` unless every slot is free, in one block or reserved once."""
+    def check(self, reserved: Sequence[int]) -> None:
+        """Raises ``InvariantViolated`` unless every slot is free, in one block or reserved once.
+
+        *reserved* are slots that no block of the index names.
+        """
         self.index.check()
         self._slots.check()
-        held = [entry.host_slot for entry in self.index if entry.host_slot != NO_SLOT]
-        if len(self._host) != len(held) or len(self._disk) != sum(e.on_disk for e in self.index):
-            raise InvariantViolated("a policy holds other blocks than its tier")
-        held.extend(self._parting)
-        held.extend(reserved_slots)
+        self._host.check()
+        self._disk.check()
+        ids = np.concatenate([*self.index.all_ids(), _NO_BLOCKS])
+        where = self.index.where[ids]
+        slots = self.index.host_slot[ids]
+        holding = (where & (HOST | WRITING | ARRIVING)) != 0
+        if not np.array_equal(holding, slots != NO_SLOT):
+            raise InvariantViolated("a block has a slot and no use for it, or the reverse")
+        for tier, policy, bit in (("host", self._host, HOST), ("disk", self._disk, DISK)):
+            if len(policy) != np.count_nonzero(where & bit):
+                raise InvariantViolated(f"the policy of {tier} holds other blocks than the tier")
+        held = slots[holding].tolist() + list(reserved)
         if len(set(held)) != len(held):
             raise InvariantViolated("a host slot is in two blocks")
         if len(held) != self.host_used:
@@ -223,30 +342,80 @@ class Residency:
                 f"{self.host_used} slots are used, {len(held)} are accounted for"
             )
 
-    def _evict_from_host(self) -> bool:
-        key = self._host.victim(self._may_leave_host)
-        if key is None:
-            return False
-        self.drop_from_host(self._entry(key))
-        self.counters.add(metrics.EVICTED_BLOCKS, 1, "host")
-        return True
+    # -- inside --------------------------------------------------------------------------------
 
-    def _may_leave_host(self, key: StoreKey) -> bool:
-        return self.index.may_leave(self._entry(key), "host")
+    def _evict_from_host(self, count: int) -> None:
+        if self.reap():
+            count -= min(count, self._slots.free)
+        ahead = max(1, self._slots.capacity // _AHEAD_SHARE) if self._writes_late else 0
+        self._leave_host(self._host.victims(count + ahead, self._may_be_asked_to_leave), count)
 
-    def _may_leave_disk(self, key: StoreKey) -> bool:
-        return self.index.may_leave(self._entry(key), "disk")
+    def _make_room_within(self, namespace: NamespaceId, count: int) -> int:
+        """Evict so that *namespace* may have *count* blocks more; by how many it still may not."""
+        over = self._host.excess(namespace, count)
+        if not over:
+            return 0
+        victims = self._host.victims_of(namespace, over, self._may_be_asked_to_leave)
+        return min(count, over - self._leave_host(victims, over))
 
-    def _remove_if_nowhere(self, entry: Entry) -> None:
-        if not entry.resident and not entry.forgotten:
-            self.index.remove(entry)
+    def _leave_host(self, victims: BlockIds, count: int) -> int:
+        """Evict *count* of *victims*, or as many as need not be written first; how many."""
+        if self._writes_late:
+            self._write(victims, "evicted")
+            written = victims[~self._has_to_be_written(victims)]
+            victims = written[self.index.may_leave(written, HOST)]
+        victims = victims[:count]
+        self.drop_from_host(victims)
+        self.counters.add(metrics.EVICTED_BLOCKS, len(victims), "host")
+        return len(victims)
 
-    def _entry(self, key: StoreKey) -> Entry:
-        entry = self.index.get(key)
-        if entry is None:
-            raise InvariantViolated("a policy holds a block that the index does not")
-        return entry
+    def _evict_from_disk(self, victims: BlockIds) -> list[StoreKey]:
+        keys = self.index.store_keys(victims)
+        self.drop_from_disk(victims)
+        self.counters.add(metrics.EVICTED_BLOCKS, len(victims), "disk")
+        return keys
+
+    def _may_be_asked_to_leave(self, ids: BlockIds) -> Bools:
+        """Which of *ids* may leave host memory, if need be after they were written."""
+        if self._writes_late:
+            unleased: Bools = self.index.leases[ids] == 0
+            return unleased
+        return self.index.may_leave(ids, HOST)
+
+    def _may_leave_disk(self, ids: BlockIds) -> Bools:
+        return self.index.may_leave(ids, DISK)
+
+    def _write(self, ids: BlockIds, when: WriteWhen) -> None:
+        """*ids* of host memory go to the tiers that lack them and get blocks *when*."""
+        for tier, writes in self._writes.items():
+            if writes.when == when and writes.queue.add(ids[~self.has(ids, BIT[tier])]):
+                self._wake(tier)
+
+    def _has_to_be_written(self, ids: BlockIds) -> Bools:
+        """Which of *ids* may not leave host memory before a tier below has got them."""
+        lacking = np.zeros(len(ids), np.bool_)
+        for tier, writes in self._writes.items():
+            if writes.when == "evicted" and not writes.stopped:
+                lacking |= ~self.has(ids, BIT[tier])
+        return lacking
+
+    def _bury(self, ids: BlockIds) -> None:
+        """Forgotten blocks that nobody uses any more leave every tier; ``settle`` them then."""
+        self._leave_tiers(ids)
+        self.index.clear_where(ids, HOST | DISK | REMOTE)
+
+    def _leave_tiers(self, ids: BlockIds) -> None:
+        for writes in self._writes.values():
+            writes.queue.discard(ids)
+        self._host.remove(ids)
+        self._disk.remove(ids)
+        self._free(ids[self.has(ids, HOST)])
+
+    def _free(self, ids: BlockIds) -> None:
+        self.release_slots(self.index.host_slot[ids])
+        self.index.host_slot[ids] = NO_SLOT
 
 
-def _is_in(entry: Entry, tier: LowerTier) -> bool:
-    return entry.on_disk if tier == "disk" else entry.in_remote
+def leading(true: Bools) -> int:
+    """How many of the first values are true."""
+    return len(true) if true.all() else int(true.argmin())

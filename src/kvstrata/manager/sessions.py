@@ -13,6 +13,15 @@ class WorkerOf(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Engine:
+    """A scheduler connection."""
+
+    session: str
+    world_size: int
+    blocks_per_second: float | None = None  # that it computes; None: not measured yet
+
+
+@dataclass(slots=True)
 class _Orphan:
     """Slots that workers of a dead scheduler connection may still be writing to."""
 
@@ -29,13 +38,13 @@ class Sessions:
     """
 
     _next_owner: int = LOCAL_OWNER + 1
-    _engines: dict[int, tuple[str, int]] = field(default_factory=dict)  # session, world size
+    _engines: dict[int, _Engine] = field(default_factory=dict)
     _workers: dict[int, WorkerOf] = field(default_factory=dict)
     _orphans: list[_Orphan] = field(default_factory=list)
 
     def add_engine(self, session: str, world_size: int) -> int:
         owner = self._new_owner()
-        self._engines[owner] = (session, world_size)
+        self._engines[owner] = _Engine(session, world_size)
         return owner
 
     def add_worker(self, session: str, rank: int) -> int:
@@ -51,12 +60,20 @@ class Sessions:
         engine = self._engines.get(owner)
         if engine is None:
             return owner == LOCAL_OWNER
-        return self.workers(owner) >= engine[1]
+        return self.workers(owner) >= engine.world_size
 
     def workers(self, owner: int) -> int:
         """Workers of the engine *owner*, each rank once."""
-        session = self._engines[owner][0] if owner in self._engines else None
+        session = self._engines[owner].session if owner in self._engines else None
         return len({worker.rank for worker in self._workers.values() if worker.session == session})
+
+    def measured(self, owner: int, blocks_per_second: float) -> None:
+        if owner in self._engines:
+            self._engines[owner].blocks_per_second = blocks_per_second
+
+    def blocks_per_second(self, owner: int) -> float | None:
+        """What the engine *owner* computes, if it has told."""
+        return self._engines[owner].blocks_per_second if owner in self._engines else None
 
     def orphan(self, owner: int, slots: list[int]) -> list[int]:
         """*owner* is gone and had reserved *slots*: those that nobody can be writing to.
@@ -66,7 +83,9 @@ class Sessions:
         """
         engine = self._engines.get(owner)
         writers = {
-            worker for worker, of in self._workers.items() if engine and of.session == engine[0]
+            worker
+            for worker, of in self._workers.items()
+            if engine and of.session == engine.session
         }
         if not writers or not slots:
             return slots
@@ -92,11 +111,14 @@ class Sessions:
         """One row an engine, for ``inspect``."""
         return [
             {
-                "session": session,
-                "workers": sorted(w.rank for w in self._workers.values() if w.session == session),
-                "world_size": world_size,
+                "session": engine.session,
+                "workers": sorted(
+                    w.rank for w in self._workers.values() if w.session == engine.session
+                ),
+                "world_size": engine.world_size,
+                "blocks_per_second": engine.blocks_per_second,
             }
-            for session, world_size in self._engines.values()
+            for engine in self._engines.values()
         ]
 
     def _new_owner(self) -> int:

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from kvstrata.core.errors import InvariantViolated
-from kvstrata.core.types import NamespaceId, StoreKey
-from kvstrata.index.prefix_index import Entry
+from kvstrata.core.keys import BlockIds, KeyArray
+from kvstrata.core.types import NamespaceId
+from kvstrata.manager.residency import Slots
 
 
 class TaskState(enum.Enum):
@@ -81,6 +83,16 @@ class TaskStatus(msgspec.Struct, frozen=True):
     remote_blocks: int = 0  # get only: and how many from the remote tier
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """What one get asks for."""
+
+    namespace: NamespaceId
+    keys: KeyArray
+    request: str  # the engine's name for it, for ``inspect --explain``
+    blocks_per_second: float | None  # that the engine computes
+
+
 @dataclass(slots=True, eq=False)
 class GetTask:
     """Leases on a prefix of blocks."""
@@ -89,7 +101,7 @@ class GetTask:
     owner: int
     namespace: NamespaceId
     deadline: float  # monotonic seconds; an unlaunched task is cancelled then
-    entries: list[Entry] = field(default_factory=list)
+    ids: BlockIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: TaskState = TaskState.READY
     disk_blocks: int = 0
     remote_blocks: int = 0
@@ -97,14 +109,11 @@ class GetTask:
 
 @dataclass(slots=True, eq=False)
 class PutTask:
-    """Reserved slots for blocks that are in no tier yet."""
+    """Reserved slots for blocks that are in no tier yet: ``slots[i]`` is for block ``ids[i]``."""
 
     task_id: int
     owner: int
-    namespace: NamespaceId
-    keys: list[StoreKey]
-    parents: list[StoreKey | None]
-    slots: list[int]
+    ids: BlockIds
+    slots: Slots
     missing: list[int]
     state: TaskState = TaskState.READY
-    stale: bool = False  # its namespace was reset: its blocks must not become visible

@@ -1,22 +1,21 @@
 """The metric catalogue, and the counters of one server."""
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
 from kvstrata.observe.operations import OperationMetrics
 
-Label = Literal["host", "disk", "remote", "none"]
-
 
 class Metric(NamedTuple):
     name: str
     help: str
-    tiers: tuple[Label, ...] = ()  # values of its label `tier`, if it has one
+    values: tuple[str, ...] = ()  # of its label, if it has one
+    label: str = "tier"
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return ("tier",) if self.tiers else ()
+        return (self.label,) if self.values else ()
 
 
 LOOKUPS: Final = Metric("kvstrata_lookups_total", "Lookups answered.")
@@ -25,6 +24,14 @@ LOOKUP_BLOCKS: Final = Metric(
     "Blocks asked for, by the tier that answered (tier='none' is a miss). "
     "Summed over tier this is every block of every lookup.",
     ("host", "disk", "remote", "none"),
+)
+DECLINED_BLOCKS: Final = Metric(
+    "kvstrata_declined_blocks_total",
+    "Blocks that a lookup found and did not take: computing them was expected to be sooner "
+    "(recompute), they would have come after the load timeout (too_late), or host memory had no "
+    "room for them (no_room).",
+    ("recompute", "too_late", "no_room"),
+    "reason",
 )
 LOADED_BLOCKS: Final = Metric(
     "kvstrata_loaded_blocks_total", "Blocks that engines have loaded from host memory."
@@ -69,6 +76,7 @@ CATALOGUE: Final = (
     EVICTED_BLOCKS,
     LOST_BLOCKS,
     CORRUPT_BLOCKS,
+    DECLINED_BLOCKS,
 )
 
 
@@ -83,13 +91,13 @@ class Counters:
             for metric in CATALOGUE
         }
         for metric in CATALOGUE:
-            for tier in metric.tiers:
-                self._counters[metric].labels(tier)  # a counter that has not counted reads 0
+            for value in metric.values:
+                self._counters[metric].labels(value)  # a counter that has not counted reads 0
 
-    def add(self, metric: Metric, amount: int, label: Label | None = None) -> None:
+    def add(self, metric: Metric, amount: int, value: str | None = None) -> None:
         if amount:
             counter = self._counters[metric]
-            (counter.labels(label) if label is not None else counter).inc(amount)
+            (counter.labels(value) if value is not None else counter).inc(amount)
 
     def snapshot(self) -> dict[str, int]:
         """Every value by name, a labelled one as ``name{label=value}``."""

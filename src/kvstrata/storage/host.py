@@ -5,6 +5,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstrata.core.errors import ConfigError
 from kvstrata.storage.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, HostMapping, header_bytes
 from kvstrata.storage.numa import prefer_node
@@ -71,12 +74,13 @@ class HostMemory:
                 self.close()
                 raise
 
-    def disown(self, slot: int) -> None:
-        """What was promised of *slot* no longer holds."""
-        self.mapping.generations[slot] += 1
+    def disown(self, slots: NDArray[np.int32]) -> None:
+        """What was promised of *slots*, which are pairwise different, no longer holds."""
+        self.mapping.generations[slots] += 1
 
-    def generation(self, slot: int) -> int:
-        return int(self.mapping.generations[slot])
+    def generations(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Of *slots*."""
+        return self.mapping.generations[slots]
 
     def view(self, slot: int) -> memoryview:
         """The ``block_bytes`` bytes of *slot*, writable."""

@@ -1,0 +1,25 @@
+"""The eviction policies that a configuration can choose."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvstrata.core.tiers import Eviction
+from kvstrata.index.policies import LRU, S3FIFO, CostAware, EvictionPolicy, PrefillCost
+from kvstrata.index.tree import PrefixIndex
+
+__all__ = ["make_policy"]
+
+# For a model of 8 billion parameters attention costs as much as all else at 30 k tokens.
+_DOUBLING_BLOCKS: Final = 512
+
+
+def make_policy(name: Eviction, index: PrefixIndex, tier_blocks: int) -> EvictionPolicy:
+    """The policy *name* for a tier of *tier_blocks* blocks of *index*."""
+    return _MAKERS[name](index, tier_blocks)
+
+
+_MAKERS: Final[Mapping[str, Callable[[PrefixIndex, int], EvictionPolicy]]] = {
+    "lru": lambda index, _: LRU(index.capacity),
+    "s3fifo": lambda index, blocks: S3FIFO(index.capacity, blocks, index.fingerprints),
+    "cost": lambda index, _: CostAware(index.capacity, PrefillCost(index.depth, _DOUBLING_BLOCKS)),
+}

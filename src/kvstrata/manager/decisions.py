@@ -1,0 +1,45 @@
+"""The latest decisions, for ``kvstrata inspect --explain``."""
+
+import itertools
+from collections import deque
+from typing import Final, Literal
+
+import msgspec
+
+_KEPT: Final = 4096
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What was decided for one lookup or one save, and why."""
+
+    at_seconds: float  # Unix time
+    kind: Literal["get", "put"]
+    request: str  # the engine's name for it
+    namespace: str  # hex
+    task_id: int
+    asked_blocks: int
+    host_blocks: int = 0  # get: found there; put: known already, in whatever tier
+    disk_blocks: int = 0
+    remote_blocks: int = 0
+    taken_blocks: int = 0  # get: to be loaded; put: to be saved
+    reason: str = ""  # why no more
+    load_seconds: float = 0.0  # get: expected until all is in host memory
+    recompute_seconds: float | None = None  # get: expected for the engine to compute it
+
+
+class Decisions:
+    """The last 4096, oldest first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Decision] = deque(maxlen=_KEPT)
+
+    def add(self, decision: Decision) -> None:
+        self._kept.append(decision)
+
+    def of(self, request: str) -> list[Decision]:
+        """Those for *request*, oldest first."""
+        return [decision for decision in self._kept if decision.request == request]
+
+    def latest(self, count: int) -> list[Decision]:
+        start = max(0, len(self._kept) - count)
+        return list(itertools.islice(self._kept, start, None))

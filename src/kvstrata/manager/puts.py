@@ -1,0 +1,126 @@
+"""Put tasks: slots for blocks that are nowhere yet, until their bytes are in them."""
+
+import time
+
+import numpy as np
+
+from kvstrata.core.keys import ABSENT, KeyArray, as_key_array
+from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
+from kvstrata.index.places import ARRIVING, DISK, HOST, WRITING
+from kvstrata.manager.decisions import Decision
+from kvstrata.manager.desk import Desk
+from kvstrata.manager.residency import Residency
+from kvstrata.manager.tasks import PutTask, TaskState, TaskStatus
+from kvstrata.observe import metrics
+
+_KNOWN = HOST | DISK | ARRIVING | WRITING
+_SAVED = HOST | DISK | ARRIVING
+
+
+class Puts:
+    """The put tasks of one manager. Needs its lock."""
+
+    def __init__(self, cache: Residency, desk: Desk) -> None:
+        self.tasks: dict[int, PutTask] = {}
+        self._cache = cache
+        self._desk = desk
+
+    def match(
+        self,
+        namespace: NamespaceId,
+        keys: KeyArray,
+        parent: BlockKey | None,
+        owner: int,
+        request: str,
+    ) -> TaskStatus:
+        """``KVManager.put_match``."""
+        index, cache = self._cache.index, self._cache
+        found = index.find(namespace, keys)
+        is_known = (found != ABSENT) & cache.has(found, _KNOWN)
+        known = found[is_known]
+        saved = int(np.count_nonzero(cache.has(known, _SAVED)))
+        missing = np.flatnonzero(~is_known)
+        above = self._parent(namespace, parent)
+        held = known
+        if above != ABSENT and not (known == above).any():
+            held = np.append(known, np.int32(above))
+        cache.lease(held)  # room is not made at the cost of what this continues
+        slots = cache.take_slots(namespace, len(missing))
+        end = int(missing[len(slots)]) if len(slots) < len(missing) else len(keys)
+        ids = index.insert(namespace, keys[:end], above)
+        new = ids[missing[missing < len(ids)]]
+        cache.release_slots(slots[len(new) :])
+        slots = slots[: len(new)]
+        cache.reserve(new, slots, WRITING)
+        cache.unlease(held)
+        cache.touch(known)
+        task = PutTask(self._desk.new_id(), owner, new, slots, missing[: len(new)].tolist())
+        shed = len(missing) - len(new)
+        cache.counters.add(metrics.SHED_BLOCKS, shed)
+        self._explain(task, namespace, request, asked=len(keys), known=len(known))
+        if not len(new):
+            return TaskStatus(0, TaskState.DONE if saved == len(keys) else TaskState.FAILED)
+        self.tasks[task.task_id] = task
+        return self.status(task)
+
+    def publish(self, task: PutTask) -> None:
+        """The bytes of *task* are in its slots: they can be found, unless a reset forbids it."""
+        kept = task.ids[~self._cache.index.is_retired(task.ids)]
+        self._cache.fill(task.ids, WRITING)
+        self._cache.counters.add(metrics.SAVED_BLOCKS, len(kept))
+        self._end(task, TaskState.DONE)
+
+    def abandon(self, task: PutTask, state: TaskState) -> list[int]:
+        """End *task* without publishing; its slots, still taken."""
+        self._cache.abandon(task.ids)
+        self._end(task, state)
+        slots: list[int] = task.slots.tolist()
+        return slots
+
+    def status(self, task: PutTask) -> TaskStatus:
+        """What a client sees of *task*."""
+        generations = self._desk.memory.generations(task.slots).tolist()
+        return TaskStatus(task.task_id, task.state, task.slots.tolist(), generations, task.missing)
+
+    def _parent(self, namespace: NamespaceId, parent: BlockKey | None) -> int:
+        """The block that a prompt goes on from; ``ABSENT`` if it is not known here."""
+        if parent is None:
+            return ABSENT
+        return int(self._cache.index.find(namespace, as_key_array([parent]))[0])
+
+    def _end(self, task: PutTask, state: TaskState) -> None:
+        del self.tasks[task.task_id]
+        self._desk.remember(task.task_id, state)
+
+    def _explain(
+        self, task: PutTask, namespace: NamespaceId, request: str, *, asked: int, known: int
+    ) -> None:
+        wanted = asked - known
+        self._desk.decisions.add(
+            Decision(
+                time.time(),
+                "put",
+                request,
+                namespace.hex(),
+                task.task_id if len(task.ids) else 0,
+                asked,
+                host_blocks=known,
+                taken_blocks=len(task.ids),
+                reason="all" if len(task.ids) == wanted else "no_room",
+            )
+        )
+
+
+def distinct(keys: KeyArray) -> KeyArray:
+    """*keys* up to the first that comes twice, which no prompt has."""
+    if len(keys) < 2:
+        return keys
+    beginnings = np.sort(np.ascontiguousarray(keys[:, :8]).view(np.uint64).ravel())
+    if not (beginnings[1:] == beginnings[:-1]).any():
+        return keys
+    _, first = np.unique(keys.view(f"V{BLOCK_KEY_BYTES}"), return_index=True)
+    if len(first) == len(keys):
+        return keys
+    repeated = np.ones(len(keys), np.bool_)
+    repeated[first] = False
+    return keys[: int(repeated.argmax())]
