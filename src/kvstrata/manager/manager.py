@@ -27,6 +27,7 @@ from kvstrata.manager.choices import make_policy
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.gets import Gets, Settled
+from kvstrata.manager.pins import Pins
 from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts, distinct
 from kvstrata.manager.report import CacheReport, OperationReport, TierReport
@@ -107,6 +108,7 @@ class KVManager:
         self._sessions = Sessions()
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
         self._puts = Puts(self._cache, self._desk)
+        self._pins = Pins(self._cache, self._memory.slots + (disk.capacity_blocks if disk else 0))
         self._gets = Gets(
             self._cache,
             self._lower,
@@ -221,6 +223,7 @@ class KVManager:
         self._gets.expire()
         asked = as_key_array(keys)
         with self._lock:
+            self._pins.expire()
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             rate = self._sessions.blocks_per_second(owner)
@@ -333,6 +336,20 @@ class KVManager:
             return 0
         return status.task_id
 
+    def pin(self, namespace: NamespaceId, keys: Keys, ttl_seconds: float) -> tuple[int, int]:
+        """Keep the leading *keys* that are in host memory or on disk from leaving, for a time.
+
+        The number of the pin, for ``unpin``, and how many blocks it holds; 0 and 0 if none. At
+        most half of the blocks of host memory and disk can be pinned at a time.
+        """
+        with self._lock:
+            return self._pins.add(namespace, as_key_array(keys), ttl_seconds)
+
+    def unpin(self, number: int) -> bool:
+        """End a pin before its time; whether there was one of that number."""
+        with self._lock:
+            return self._pins.remove(number)
+
     def reset(self, namespace: NamespaceId) -> int:
         """Forget every block of *namespace*, below host memory durably so; how many were known.
 
@@ -383,6 +400,7 @@ class KVManager:
                 counters=self.counters.snapshot(),
                 running_gets=len(self._gets.tasks),
                 running_puts=len(self._puts.tasks),
+                pinned_blocks=self._pins.blocks,
                 namespaces=self._cache.describe(self._namespaces),
                 engines=self._sessions.describe(),
                 operations=[OperationReport(*c) for c in self.counters.operations.snapshot()],

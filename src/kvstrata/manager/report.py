@@ -43,3 +43,4 @@ class CacheReport(msgspec.Struct):
     namespaces: list[NamespaceReport]
     engines: list[dict[str, object]]
     operations: list[OperationReport] = []
+    pinned_blocks: int = 0  # by operators
