@@ -192,6 +192,11 @@ class PrefixIndex:
             self._flag_retired()
             self._cursor = 0
 
+    @property
+    def reap_calls(self) -> int:
+        """Calls of ``reap`` after which every block was looked at."""
+        return self.capacity // (_REAP_PIECE * _REAP_PIECES) + 1
+
     def reap(self, max_blocks: int) -> BlockIds:
         """Remove some entries of retired namespaces; their ids, for the caller to free their slots.
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,11 +182,9 @@ class Gets:
         )
 
     @contextmanager
-    def settling(self, tasks: Iterable[GetTask] = ()) -> Iterator[Settling]:
-        """Holds the lock, then tells those of *tasks*, and of those added meanwhile, that have
-        settled.
-        """
-        settling = Settling(set(tasks), [])
+    def settling(self) -> Iterator[Settling]:
+        """Holds the lock, then tells those of the tasks added meanwhile that have settled."""
+        settling = Settling(set(), [])
         with self._lock:
             yield settling
             for task in settling.tasks:
@@ -276,7 +274,8 @@ class Gets:
 
     def _found(self, task: GetTask, lookup: Lookup, known: int, count: int) -> None:
         """The remote tier has *count* blocks behind the first *known* of *lookup*."""
-        with self.settling([task]) as settling:
+        with self.settling() as settling:
+            settling.tasks.add(task)
             unknown = len(lookup.keys) - known
             self._counters.add(metrics.LOOKUP_BLOCKS, count, "remote")
             self._counters.add(metrics.LOOKUP_BLOCKS, unknown - count, "none")
@@ -298,7 +297,8 @@ class Gets:
         ids = arrival.ids[start : start + len(reads)]
         hit = np.array([read is Read.HIT for read in reads], np.bool_)
         absent = np.array([read in {Read.MISS, Read.CORRUPT} for read in reads], np.bool_)
-        with self.settling(arrival.tasks):
+        with self.settling() as settling:
+            settling.tasks.update(arrival.tasks)
             for block in ids.tolist():
                 del self._arrivals[block]
             self._counters.add(metrics.PROMOTED_BLOCKS, int(hit.sum()), arrival.source)

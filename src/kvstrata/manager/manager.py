@@ -361,10 +361,10 @@ class KVManager:
             dropped = self._cache.forget(namespace)
             for lower in self._lower.values():
                 lower.owe_drop(namespace)
-        more = True
-        while more:
+        in_vain = 0
+        while in_vain < self._cache.reap_calls:
             with self._lock:
-                more = self._cache.reap()
+                in_vain = 0 if self._cache.reap() else in_vain + 1
         refused: TierUnavailable | None = None
         for lower in self._lower.values():
             try:

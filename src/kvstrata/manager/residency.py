@@ -291,11 +291,19 @@ class Residency:
         self.index.retire(namespace)
         return blocks
 
-    def reap(self) -> bool:
-        """Free some of what ``forget`` has left; whether there may be more."""
+    def reap(self) -> int:
+        """Free some of what ``forget`` has left and nobody uses; how many blocks.
+
+        Looks at a part of the index only: ``reap_calls`` times 0 means that there is nothing.
+        """
         ids = self.index.reap(_REAP_BLOCKS)
         self._leave_tiers(ids)
-        return len(ids) > 0
+        return len(ids)
+
+    @property
+    def reap_calls(self) -> int:
+        """Calls of ``reap`` after which it has looked everywhere."""
+        return self.index.reap_calls
 
     def describe(
         self, namespaces: Mapping[NamespaceId, Mapping[str, str]]
