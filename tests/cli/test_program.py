@@ -8,7 +8,17 @@ from typer.testing import CliRunner
 from kvstrata import __version__
 from kvstrata.cli.main import app
 
-COMMANDS = ["serve", "server", "stats", "inspect", "doctor", "check", "make-trace", "demo"]
+COMMANDS = [
+    "serve",
+    "server",
+    "stats",
+    "inspect",
+    "doctor",
+    "check",
+    "replay",
+    "make-trace",
+    "demo",
+]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,6 +10,7 @@ from kvstrata.cli.demo import demo
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.inspect import inspect
 from kvstrata.cli.make_trace import make_trace
+from kvstrata.cli.replay import replay
 from kvstrata.cli.serve import serve
 from kvstrata.cli.server import server
 from kvstrata.cli.stats import stats
@@ -29,6 +30,7 @@ app.command()(stats)
 app.command()(inspect)
 app.command()(doctor)
 app.command()(check)
+app.command()(replay)
 app.command()(make_trace)
 app.command()(demo)
 

@@ -13,13 +13,24 @@ __all__ = ["make_policy"]
 _DOUBLING_BLOCKS: Final = 512
 
 
-def make_policy(name: Eviction, index: PrefixIndex, tier_blocks: int) -> EvictionPolicy:
-    """The policy *name* for a tier of *tier_blocks* blocks of *index*."""
-    return _MAKERS[name](index, tier_blocks)
+def make_policy(
+    name: Eviction,
+    index: PrefixIndex,
+    tier_blocks: int,
+    *,
+    doubling_blocks: int = _DOUBLING_BLOCKS,
+) -> EvictionPolicy:
+    """The policy *name* for a tier of *tier_blocks* blocks of *index*.
+
+    Behind *doubling_blocks* others a block takes twice as long to compute as the first of a prompt.
+    """
+    return _MAKERS[name](index, tier_blocks, doubling_blocks)
 
 
-_MAKERS: Final[Mapping[str, Callable[[PrefixIndex, int], EvictionPolicy]]] = {
-    "lru": lambda index, _: LRU(index.capacity),
-    "s3fifo": lambda index, blocks: S3FIFO(index.capacity, blocks, index.fingerprints),
-    "cost": lambda index, _: CostAware(index.capacity, PrefillCost(index.depth, _DOUBLING_BLOCKS)),
+_MAKERS: Final[Mapping[str, Callable[[PrefixIndex, int, int], EvictionPolicy]]] = {
+    "lru": lambda index, _, __: LRU(index.capacity),
+    "s3fifo": lambda index, blocks, _: S3FIFO(index.capacity, blocks, index.fingerprints),
+    "cost": lambda index, _, doubling: CostAware(
+        index.capacity, PrefillCost(index.depth, doubling)
+    ),
 }

@@ -33,9 +33,10 @@ def chain(ids: Identities) -> Identities:
 
 def identities_of_keys(namespace: bytes, keys: bytes) -> Identities:
     """The identities of *keys*, which lie side by side; equal ones of two namespaces differ."""
-    words = np.frombuffer(keys, np.uint64).reshape(-1, _WORDS)[:, 0]
-    salt = chain(np.frombuffer(namespace, np.uint64))[-1]
-    return _mix(words ^ salt)
+    identities = chain(np.frombuffer(namespace, np.uint64))[-1:]
+    for word in np.frombuffer(keys, np.uint64).reshape(-1, _WORDS).T:
+        identities = _mix(identities ^ word)
+    return identities
 
 
 def keys_of_identities(identities: Identities) -> NDArray[np.uint8]:
