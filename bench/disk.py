@@ -9,7 +9,6 @@ past the page cache. See bench/README.md for what is measured.
 import argparse
 import dataclasses
 import json
-import mmap
 import os
 import random
 import shutil
@@ -17,35 +16,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import xxhash
+from driven_store import DrivenStore
 from rich.console import Console
 from rich.progress import Progress
 
-from kvstrata.core.types import Read, StoreKey, Write
-from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.disk_allocation import slot_path
-from kvstrata.storage.disk_system import FileSystem
-from kvstrata.storage.journal import HAS_PARENT, PUT, RECORD, Journal, Replay
-from kvstrata.storage.superblock import load_superblock
-from kvstrata.transfer.engine import TransferEngine, TransferLimits
+from kvstrata.transfer.engine import WRITE_BATCH_BYTES
 
 MIB: Final = 1 << 20
 BLOCK_BYTES: Final = (1 * MIB, 2 * MIB, 4 * MIB)
-WRITE_BATCH_BYTES: Final = 32 * MIB  # of the server
-WRITE_PART_BYTES: Final = 4 * MIB  # of a batch; a thread ends each with an fdatasync
 WRITE_NICENESS: Final = 10  # of the server's writers
 LIMIT: Final = 0.9  # of fio's figure
 OPERATIONS: Final = ("read", "write")
-NAMESPACE: Final = b"bench-disk".ljust(16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +44,6 @@ class Turn:
     repetition: int
     fio: float  # bytes a second
     kvstrata: float
-
-
-# -- the two sides ---------------------------------------------------------------------------
 
 
 class Fio:
@@ -91,7 +75,7 @@ class Fio:
             "--thread",
             f"--numjobs={self._depth}",
             f"--io_size={turn_bytes // self._depth}",
-            f"--fdatasync={WRITE_PART_BYTES // block_bytes}",
+            f"--fdatasync={WRITE_BATCH_BYTES // block_bytes}",
             f"--nice={WRITE_NICENESS}",
             *common,
         )
@@ -117,162 +101,6 @@ class Fio:
         return float(max(job[direction]["bw_bytes"] for direction in OPERATIONS))
 
 
-class Kvstrata:
-    """A full disk store behind the I/O threads of the server."""
-
-    def __init__(
-        self, folder: Path, block_bytes: int, file_bytes: int, turn_bytes: int, depth: int
-    ) -> None:
-        self._folder = folder
-        self._block_bytes = block_bytes
-        self._count = file_bytes // block_bytes
-        self._batch_blocks = WRITE_BATCH_BYTES // block_bytes
-        self._store = DiskStore(
-            [self._folder],
-            block_bytes=block_bytes,
-            capacity_bytes=self._count * (block_bytes + 4096),
-        )
-        if not self._store.direct:
-            raise SystemExit(f"{folder} is on a file system without O_DIRECT: choose another")
-        self._random = np.frombuffer(random.randbytes(block_bytes), np.uint64)
-        self._digests: dict[StoreKey, bytes] = {}
-        memory = memoryview(mmap.mmap(-1, turn_bytes))
-        self._buffers = [
-            memory[start : start + block_bytes] for start in range(0, turn_bytes, block_bytes)
-        ]
-        self._next = 0
-        self._to_write: list[StoreKey] = []
-        self._written = threading.Event()
-        self._engine = TransferEngine(
-            self._store,
-            self._write_some,
-            block_bytes=block_bytes,
-            limits=TransferLimits(read_threads=depth, write_threads=depth),
-        )
-        while len(self._digests) < self._count:
-            self._write(min(len(self._buffers), self._count - len(self._digests)))
-
-    def measure(self, operation: str) -> float:
-        """Bytes a second in random block order; raises if a byte is wrong."""
-        if operation == "read":
-            return self._read()
-        victims = random.sample(list(self._digests), len(self._buffers))
-        for key in victims:
-            del self._digests[key]
-        self._victims = victims
-        return self._write(len(victims))
-
-    def close(self) -> None:
-        self._engine.close(10)
-        self._store.close()
-        shutil.rmtree(self._folder)
-
-    def _read(self) -> float:
-        keys = random.sample(list(self._digests), len(self._buffers))
-        for buffer in self._buffers:
-            np.frombuffer(buffer, np.uint8).fill(0xEE)
-        fates: dict[int, Read | None] = {}
-        ended = threading.Event()
-        lock = threading.Lock()
-
-        def done(start: int, reads: Sequence[Read | None]) -> None:
-            with lock:
-                fates.update(enumerate(reads, start))
-                if len(fates) == len(keys):
-                    ended.set()
-
-        started = time.perf_counter()
-        self._engine.read(keys, self._buffers, done)
-        if not ended.wait(600):
-            raise SystemExit("the reads do not end")
-        seconds = time.perf_counter() - started
-        assert set(fates.values()) == {Read.HIT}
-        for key, buffer in zip(keys, self._buffers, strict=True):
-            if xxhash.xxh3_128_digest(buffer) != self._digests[key]:
-                raise SystemExit(f"WRONG BYTES for key {key.hex()}")
-        return len(keys) * self._block_bytes / seconds
-
-    def _write(self, count: int) -> float:
-        keys = []
-        for buffer in self._buffers[:count]:
-            self._next += 1
-            np.add(self._random, np.uint64(self._next), out=np.frombuffer(buffer, np.uint64))
-            keys.append(NAMESPACE + self._next.to_bytes(32, "big"))
-            self._digests[keys[-1]] = xxhash.xxh3_128_digest(buffer)
-        self._keys = keys
-        self._done = 0
-        self._written.clear()
-        started = time.perf_counter()
-        self._engine.wake()
-        if not self._written.wait(600):
-            raise SystemExit("the writes do not end")
-        return count * self._block_bytes / (time.perf_counter() - started)
-
-    def _write_some(self) -> int:
-        """As the server does it: make room for a batch, then write it."""
-        part = slice(self._done, self._done + self._batch_blocks)
-        keys = self._keys[part]
-        if not keys:
-            return 0
-        if self._victims:
-            self._store.remove(self._victims[part])
-        fates = self._engine.write(keys, [None] * len(keys), self._buffers[part])
-        assert set(fates) == {Write.STORED}, fates
-        self._done += len(keys)
-        if self._done == len(self._keys):
-            self._keys, self._victims = [], []
-            self._written.set()
-        return len(keys) * self._block_bytes
-
-    _keys: Sequence[StoreKey] = ()
-    _victims: Sequence[StoreKey] = ()
-    _done = 0
-
-
-# -- a restart -------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Restart:
-    """What a store with many blocks costs before it serves the first one."""
-
-    blocks: int
-    open_seconds: float
-    list_seconds: float
-    bytes_per_block: float
-
-
-def restart(directory: Path | None, blocks: int) -> Restart:
-    """Open a store of *blocks* blocks that a first process has left behind."""
-    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=directory) as folder:
-        store = Path(folder, "store")
-        shape = {"block_bytes": 4096, "capacity_bytes": blocks * 8192}
-        DiskStore([store], **shape).close()
-        superblock, _ = load_superblock(FileSystem(), store)
-        puts = np.zeros(blocks, RECORD)
-        puts["kind"], puts["flags"] = PUT, HAS_PARENT
-        puts["slot"], puts["generation"] = np.arange(blocks), np.arange(blocks) + 1
-        puts["key"] = np.frombuffer(random.randbytes(48 * blocks), "V48")
-        puts["parent"][1:] = puts["key"][:-1]
-        left = Replay(puts=puts, generation=blocks + 1)
-        Journal(FileSystem(), store, superblock.store_id, left).close()
-        del puts, left
-        before_bytes = resident_bytes()
-        times = [time.perf_counter()]
-        opened = DiskStore([store], **shape)
-        times.append(time.perf_counter())
-        taken_bytes = resident_bytes() - before_bytes
-        listed = sum(1 for _ in opened.blocks())
-        times.append(time.perf_counter())
-        opened.close()
-        assert listed == blocks
-        return Restart(blocks, times[1] - times[0], times[2] - times[1], taken_bytes / blocks)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
 # -- the run ---------------------------------------------------------------------------------
 
 
@@ -287,7 +115,13 @@ def measure(options: argparse.Namespace) -> list[Turn]:
     ):
         for block_bytes in BLOCK_BYTES:
             path = Path(folder, "store")
-            store = Kvstrata(path, block_bytes, file_bytes, turn_bytes, options.depth)
+            store = DrivenStore(
+                path,
+                block_bytes=block_bytes,
+                file_bytes=file_bytes,
+                turn_bytes=turn_bytes,
+                depth=options.depth,
+            )
             fio = Fio(Path(folder), path, file_bytes, options.depth)
             for repetition in range(options.repetitions + 1):
                 for operation in OPERATIONS:
@@ -296,7 +130,7 @@ def measure(options: argparse.Namespace) -> list[Turn]:
                         operation,
                         repetition,
                         fio.measure(operation, block_bytes, turn_bytes),
-                        store.measure(operation),
+                        store.read() if operation == "read" else store.write(),
                     )
                     if repetition:  # the first warms up
                         turns.append(turn)
@@ -369,17 +203,7 @@ def main() -> int:
     for block_bytes, operation, found in rows(turns):
         word = "met    " if ratio(found) >= LIMIT else "NOT met"
         print(f"{word} {block_bytes // MIB} MiB {operation}: {ratio(found):.2f} of fio >= {LIMIT}")
-    record: dict[str, Any] = {"turns": [dataclasses.asdict(turn) for turn in turns]}
-    if not options.quick:
-        found = min(
-            (restart(options.directory, 1_000_000) for _ in range(3)),
-            key=attrgetter("open_seconds"),
-        )
-        print(
-            f"restart with {found.blocks} blocks, best of 3: open {found.open_seconds:.2f} s, "
-            f"list {found.list_seconds:.2f} s, {found.bytes_per_block:.0f} bytes a block"
-        )
-        record["restart"] = dataclasses.asdict(found)
+    record = {"turns": [dataclasses.asdict(turn) for turn in turns]}
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -86,7 +86,7 @@ def engine(
     made = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
     yield made
     made.close(PATIENCE_SECONDS)
-    assert not any(t.name == "kvstrata-write" for t in threading.enumerate())
+    assert not any(t.name.startswith("kvstrata-write") for t in threading.enumerate())
 
 
 def read(engine: TransferEngine, *keys: bytes) -> dict[int, list[Read | None]]:
@@ -141,6 +141,34 @@ def test_writer_is_called_until_there_is_nothing_more(
     assert writer.more == 0
 
 
+def test_writers_write_side_by_side_and_one_call_wakes_one(shelf: Shelf) -> None:
+    together = threading.Barrier(3, timeout=PATIENCE_SECONDS)
+    called = threading.Semaphore(0)
+    busy = threading.Event()
+
+    def write_some() -> int:
+        called.release()
+        if busy.is_set():
+            together.wait()
+        return 0
+
+    engine = TransferEngine(
+        shelf,  # type: ignore[arg-type]  # nothing is read
+        write_some,
+        block_bytes=MIB,
+        limits=TransferLimits(write_threads=3),
+    )
+    assert called.acquire(timeout=PATIENCE_SECONDS)
+    assert not called.acquire(timeout=0.05)  # the others wait to be woken
+    busy.set()
+    for _ in range(3):
+        engine.wake()
+        assert called.acquire(timeout=PATIENCE_SECONDS)
+    assert not together.broken
+    busy.clear()
+    engine.close(PATIENCE_SECONDS)
+
+
 def test_writer_survives_a_bug(engine: TransferEngine, writer: Writer) -> None:
     writer.error = ZeroDivisionError("a bug")
     engine.wake()
@@ -175,7 +203,7 @@ class TestSchedule:
             shelf,  # type: ignore[arg-type]  # reads only
             writer,
             block_bytes=MIB,
-            limits=TransferLimits(read_threads=1, max_queued_bytes=5 * MIB),
+            limits=TransferLimits(read_threads=1, max_queued_read_bytes=5 * MIB),
         )
         fates = Fates()
         engine.read([b"a", b"b", b"c", b"d", b"e", b"f"], [memoryview(b"")] * 6, fates)
@@ -184,6 +212,17 @@ class TestSchedule:
         eventually(lambda: len(fates.of) == 6, "some block has no fate")
         assert fates.of[3] == [Read.HIT]
         assert read(engine, b"e") == {0: [Read.HIT]}  # there is room again
+        engine.close(PATIENCE_SECONDS)
+
+    def test_one_part_is_read_however_low_the_bound(self, shelf: Shelf, writer: Writer) -> None:
+        shelf.opened.set()
+        engine = TransferEngine(
+            shelf,  # type: ignore[arg-type]  # reads only
+            writer,
+            block_bytes=8 * MIB,
+            limits=TransferLimits(max_queued_read_bytes=1),
+        )
+        assert read(engine, b"a") == {0: [Read.HIT]}
         engine.close(PATIENCE_SECONDS)
 
     def test_nothing_is_written_while_a_read_waits(
@@ -215,16 +254,19 @@ class TestSchedule:
         shelf.opened.set()
         engine.close(PATIENCE_SECONDS)
 
-    def test_writes_keep_to_their_rate(self, shelf: Shelf, writer: Writer) -> None:
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_writes_keep_to_their_rate(self, shelf: Shelf, writer: Writer, threads: int) -> None:
         writer.more = 1000
         started = time.monotonic()
         engine = TransferEngine(
             shelf,  # type: ignore[arg-type]  # reads only
             writer,
             block_bytes=MIB,
-            limits=TransferLimits(write_bytes_per_second=100 * MIB),
+            limits=TransferLimits(write_threads=threads, write_bytes_per_second=100 * MIB),
         )
-        eventually(lambda: writer.called >= 20, "the writer does not write")
+        for _ in range(threads):
+            engine.wake()
+        eventually(lambda: writer.called >= 24, "the writer does not write")
         assert time.monotonic() - started >= 0.18
         engine.close(PATIENCE_SECONDS)
         assert writer.called < 1000

@@ -13,18 +13,18 @@ from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.keys import BlockIds
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.manager.desk import Desk
+from kvstrata.manager.gate import Gate
 from kvstrata.manager.report import TierReport
 from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe import metrics
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
-from kvstrata.transfer.engine import TransferEngine, TransferLimits
+from kvstrata.transfer.engine import WRITE_BATCH_BYTES, TransferEngine, TransferLimits
 from kvstrata.transfer.finder import Finder
 from kvstrata.transfer.read_meter import ReadMeter
 
 _log = logging.getLogger(__name__)
 
-_WRITE_BATCH_BYTES: Final = 32 << 20  # some parts for each of the threads that write
 _DRAIN_POLL_SECONDS: Final = 0.005
 _HUNG_SECONDS: Final = 10.0  # a call that takes longer counts as a failure
 _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
@@ -56,7 +56,7 @@ class Cascade:
         limits: TransferLimits = TransferLimits(),  # noqa: B008 - immutable
         upkeep: Callable[[], None] | None = None,
     ) -> None:
-        """*upkeep* is called every few seconds, on the writer's thread."""
+        """*upkeep* is called every few seconds, by one writer at a time."""
         self._tier = tier
         self._inner = store
         self._cache = cache
@@ -65,11 +65,17 @@ class Cascade:
         self._counters = cache.counters
         self._upkeep = upkeep
         self._next_upkeep = 0.0
-        self._block_bytes = store.statistics().block_bytes
+        self._keeping_up = threading.Lock()  # held during upkeep
+        size = store.statistics()
+        self._block_bytes = size.block_bytes
+        self._capacity_blocks = size.capacity_blocks
+        self._batch_blocks = max(1, WRITE_BATCH_BYTES // size.block_bytes)
         timed = TimedStore(store, partial(cache.counters.operations.observe, tier))
         asked = timed if tier == "disk" else RetryStore(timed)
         self._store = BreakerStore(asked, slow_seconds=_HUNG_SECONDS)
-        self._write_lock = threading.Lock()  # held while a batch is on its way to the store
+        self._batches = Gate()  # a batch is inside while it is on its way to the store
+        self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
+        self._taking = threading.Lock()  # held while a batch is taken and room is made for it
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: list[NamespaceId] = []
         self.meter = ReadMeter()
@@ -113,14 +119,14 @@ class Cascade:
 
         On ``TierUnavailable`` it is done later, before anything else is written.
         """
-        if not self._write_lock.acquire(timeout=_FORGET_SECONDS):
-            raise TierUnavailable(
-                f"the {self._tier} tier does not end a write within {_FORGET_SECONDS} s"
-            )
-        try:
-            self._pay()
-        finally:
-            self._write_lock.release()
+        with self._batches.shut(_FORGET_SECONDS) as is_alone:
+            if not is_alone:
+                raise TierUnavailable(
+                    f"the {self._tier} tier does not end a write within {_FORGET_SECONDS} s"
+                )
+            while self._owed_drops:
+                self._inner.drop_namespace(self._owed_drops[0])  # others may append meanwhile
+                self._owed_drops.pop(0)
 
     def report(self) -> TierReport:
         size = self._inner.statistics()
@@ -136,18 +142,15 @@ class Cascade:
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until all of host memory is in the tier too; whether that was so in time."""
         deadline = time.monotonic() + timeout_seconds
-        while self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            try:
-                with self._lock:
-                    if not self._cache.unwritten(self._tier) and not self._owed_drops:
-                        return True
-            finally:
-                self._write_lock.release()
+        while True:
+            with self._lock:
+                waiting = self._cache.unwritten(self._tier)
+                if not (waiting or self._under_way or self._owed_drops):
+                    return True
             if time.monotonic() > deadline:
                 return False
             self._transfer.wake()
-            time.sleep(_DRAIN_POLL_SECONDS)  # lets the writer have its lock
-        return False
+            time.sleep(_DRAIN_POLL_SECONDS)  # writing takes a while
 
     def close(self, timeout_seconds: float) -> None:
         """Write what is not there yet, *timeout_seconds* long at most, and let the store go."""
@@ -161,62 +164,101 @@ class Cascade:
         self._inner.close()
 
     def _write_some(self) -> int:
-        """Write a batch of blocks; its bytes, 0 without one. On the writer thread."""
+        """Write a batch of blocks; its bytes, 0 without one. On a writer's thread."""
         self._keep_up()
-        with self._write_lock:
-            try:
-                self._pay()
-            except TierUnavailable as e:
-                _log.warning("dropping a namespace from %s failed: %s", self._tier, e)
-                return 0
+        try:
+            if self._owed_drops:
+                self.pay_drops()
+            with self._batches.passing():
+                batch = self._take()
+                if batch is None:
+                    return 0
+                self._write(batch)
+        except TierUnavailable as e:
+            _log.warning("writing blocks to %s failed: %s", self._tier, e)
+            return 0
+        return len(batch.keys) * self._block_bytes
+
+    def _take(self) -> _Batch | None:
+        """The next batch, if there is one; what had to leave for it is gone from the store.
+
+        While others are written, a batch that is not full waits: it may grow.
+        """
+        with self._taking:
             with self._lock:
                 self._cache.stop_writing(self._tier, self._store.is_open)
-                batch, victims = self._next_batch()
-            if not batch.keys:
-                return 0
+                waiting = self._cache.unwritten(self._tier)
+                count = min(self._batch_blocks, waiting, self._room_blocks())
+                if count < (self._batch_blocks if self._under_way else 1) or self._owed_drops:
+                    return None
+                batch, victims = self._next_batch(count)
+            if waiting - count >= self._batch_blocks and not self._store.is_open:
+                self._transfer.wake()  # another writer
             self._owed_removals += victims
-            writes: list[Write] = []
-            try:
-                writes = self._write(batch)
-            except TierUnavailable as e:
-                _log.warning("writing %d blocks to %s failed: %s", len(batch.keys), self._tier, e)
-                return 0
-            finally:
-                if not writes:
-                    with self._lock:
-                        self._cache.write_later(self._tier, batch.ids)
-            with self._lock:
-                stored = np.array([write is not Write.FULL for write in writes], np.bool_)
-                self._cache.written(self._tier, batch.ids, stored)
-        self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED), self._tier)
-        return len(writes) * self._block_bytes
+            self._remove_owed(batch)
+        return batch
 
-    def _next_batch(self) -> tuple[_Batch, list[StoreKey]]:
+    def _room_blocks(self) -> int:
+        """How many blocks more than those on their way fit at most."""
+        if self._tier == "disk":
+            return self._capacity_blocks - sum(map(len, self._under_way))
+        return self._batch_blocks
+
+    def _next_batch(self, count: int) -> tuple[_Batch, list[StoreKey]]:
         """What is to be written next, and what the disk gives up for it. Needs the lock."""
-        count = max(1, _WRITE_BATCH_BYTES // self._block_bytes)
         ids = self._cache.next_unwritten(self._tier, count)
-        victims = self._cache.make_disk_room(ids) if self._tier == "disk" else []
+        self._under_way.append(ids)
+        victims = []
+        if self._tier == "disk":
+            victims = self._cache.make_disk_room(np.concatenate(self._under_way))
         index = self._cache.index
         slots: list[int] = index.host_slot[ids].tolist()
         return _Batch(ids, index.store_keys(ids), index.parent_keys(ids), slots), victims
 
-    def _keep_up(self) -> None:
-        if self._upkeep is None or time.monotonic() < self._next_upkeep:
+    def _remove_owed(self, batch: _Batch) -> None:
+        """Remove what has left the index; where that fails *batch* waits."""
+        if not self._owed_removals:
             return
-        self._next_upkeep = time.monotonic() + _UPKEEP_SECONDS
+        removed = False
         try:
-            self._upkeep()
+            self._store.remove(self._owed_removals)
+            removed = True
+        finally:
+            if not removed:
+                self._write_later(batch)
+        self._owed_removals.clear()
+
+    def _write(self, batch: _Batch) -> None:
+        writes: list[Write] = []
+        try:
+            views = [self._memory.view(slot) for slot in batch.slots]
+            writes = self._store.write(batch.keys, batch.parents, views)
+        finally:
+            if not writes:
+                self._write_later(batch)
+        with self._lock:
+            self._forget_batch(batch)
+            stored = np.array([write is not Write.FULL for write in writes], np.bool_)
+            self._cache.written(self._tier, batch.ids, stored)
+        self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED), self._tier)
+
+    def _write_later(self, batch: _Batch) -> None:
+        with self._lock:
+            self._forget_batch(batch)
+            self._cache.write_later(self._tier, batch.ids)
+
+    def _forget_batch(self, batch: _Batch) -> None:
+        self._under_way = [ids for ids in self._under_way if ids is not batch.ids]
+
+    def _keep_up(self) -> None:
+        """What the store needs done now and then, by the writer that finds it due."""
+        if self._upkeep is None or not self._keeping_up.acquire(blocking=False):
+            return
+        try:
+            if time.monotonic() >= self._next_upkeep:
+                self._next_upkeep = time.monotonic() + _UPKEEP_SECONDS
+                self._upkeep()
         except TierUnavailable as e:
             _log.warning("upkeep of %s failed: %s", self._tier, e)
-
-    def _pay(self) -> None:
-        while self._owed_drops:
-            self._inner.drop_namespace(self._owed_drops[0])  # others may append meanwhile
-            self._owed_drops.pop(0)
-
-    def _write(self, batch: _Batch) -> list[Write]:
-        if self._owed_removals:
-            self._store.remove(self._owed_removals)
-            self._owed_removals.clear()
-        views = [self._memory.view(slot) for slot in batch.slots]
-        return self._transfer.write(batch.keys, batch.parents, views)
+        finally:
+            self._keeping_up.release()

@@ -14,20 +14,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
 
 from kvstrata.core.errors import KVStrataError
-from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.core.types import Read, StoreKey
 from kvstrata.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
 _READ_BATCH_BYTES = 4 << 20
-_WRITE_PART_BYTES = 4 << 20
 _WRITER_NICENESS = 10
 _RETRY_SECONDS = 1.0  # a store that failed is tried again after this, woken or not
 _YIELD_SECONDS = 0.5  # a write waits for reads so long at most: they may never pause
+
+WRITE_BATCH_BYTES: Final = 8 << 20
+"""What one call of ``write_some`` should write: much at once, but not in the way of a read."""
 
 Done = Callable[[int, Sequence[Read | None]], None]
 
@@ -37,7 +39,7 @@ class TransferLimits(NamedTuple):
 
     read_threads: int = 4  # the depth of the queue at the disk
     write_threads: int = 4
-    max_queued_bytes: int = 4 << 30  # reads beyond, waiting and running, are not asked for
+    max_queued_read_bytes: int = 4 << 30  # reads beyond, waiting and running, are not asked for
     write_bytes_per_second: float | None = None  # on average; None: no limit
 
 
@@ -45,9 +47,12 @@ class TransferEngine:
     """Reads on demand, writes in the background.
 
     ``read`` returns at once; *done* is called once per part of the request, on an I/O thread, or
-    on the caller's for a part that is not queued. The writer calls ``write_some``, which returns
-    the bytes that it wrote, again and again until there were none, then waits for ``wake``. It
-    starts no write while a read waits or runs, except one each half second.
+    on the caller's for a part that is not queued.
+
+    Each of the writers calls ``write_some``, which returns the bytes that it wrote, again and
+    again until there were none, then waits for ``wake``. They do so side by side: while one makes
+    durable what it has written, the others keep the disk busy. None starts a write while a read
+    waits or runs, except one each half second.
     """
 
     def __init__(
@@ -66,13 +71,18 @@ class TransferEngine:
         self._queued_bytes = 0
         self._no_reads = threading.Condition()  # guards _queued_bytes
         self._readers = ThreadPoolExecutor(limits.read_threads, thread_name_prefix="kvstrata-read")
-        self._writers = ThreadPoolExecutor(
-            limits.write_threads, thread_name_prefix="kvstrata-write", initializer=_lower_priority
-        )
-        self._work = threading.Event()
+        self._is_woken = False
+        self._next_write = 0.0  # when the rate allows it
+        self._work = threading.Condition()  # guards these two
         self._closing = threading.Event()
-        self._writer = threading.Thread(target=self._write_loop, name="kvstrata-write", daemon=True)
-        self._writer.start()
+        self._writers = [
+            threading.Thread(
+                target=self._write_loop, args=[number], name=f"kvstrata-write-{number}", daemon=True
+            )
+            for number in range(limits.write_threads)
+        ]
+        for writer in self._writers:
+            writer.start()
 
     def read(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], done: Done) -> None:
         """Fill ``buffers[i]`` with block ``keys[i]``.
@@ -86,36 +96,23 @@ class TransferEngine:
             if not self._queue(keys[part], buffers[part], start, done):
                 done(start, [None] * len(keys[part]))
 
-    def write(
-        self,
-        keys: Sequence[StoreKey],
-        parents: Sequence[StoreKey | None],
-        buffers: Sequence[memoryview],
-    ) -> list[Write]:
-        """``Store.write`` with the parts of a batch side by side, for ``write_some``.
-
-        Where it raises, some parts may be stored all the same.
-        """
-        step = max(1, _WRITE_PART_BYTES // self._block_bytes)
-        parts = [slice(start, start + step) for start in range(0, len(keys), step)]
-        writes = [
-            self._writers.submit(self._store.write, keys[part], parents[part], buffers[part])
-            for part in parts
-        ]
-        wait(writes)  # the buffers are the caller's again, also where a part has failed
-        return [fate for write in writes for fate in write.result()]
-
     def wake(self) -> None:
-        """There may be something to write."""
-        self._work.set()
+        """There may be something to write; one of the writers that wait looks."""
+        with self._work:
+            self._is_woken = True
+            self._work.notify()
 
     def close(self, timeout_seconds: float) -> None:
         """Stop the threads; running I/O gets *timeout_seconds* to end."""
         self._closing.set()
-        self._work.set()
+        with self._work:
+            self._work.notify_all()
+        with self._no_reads:
+            self._no_reads.notify_all()
         self._readers.shutdown(wait=False, cancel_futures=True)
-        self._writer.join(timeout_seconds)
-        self._writers.shutdown(wait=False)
+        give_up = time.monotonic() + timeout_seconds
+        for writer in self._writers:
+            writer.join(max(0.0, give_up - time.monotonic()))
 
     def _queue(
         self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], start: int, done: Done
@@ -123,7 +120,9 @@ class TransferEngine:
         """Give a part to the I/O threads, unless too much waits already or they are gone."""
         part_bytes = len(keys) * self._block_bytes
         with self._no_reads:
-            if self._queued_bytes + part_bytes > self._limits.max_queued_bytes:
+            if self._queued_bytes and (
+                self._queued_bytes + part_bytes > self._limits.max_queued_read_bytes
+            ):
                 return False
             try:
                 self._readers.submit(self._read_part, keys, buffers, start, done)
@@ -145,15 +144,15 @@ class TransferEngine:
         with self._no_reads:
             self._queued_bytes -= len(keys) * self._block_bytes
             if not self._queued_bytes:
-                self._no_reads.notify()
+                self._no_reads.notify_all()
         done(start, reads)
 
-    def _write_loop(self) -> None:
+    def _write_loop(self, number: int) -> None:
         _lower_priority()
+        if number:
+            self._wait_for_work(None)
         while not self._closing.is_set():
-            self._work.clear()
-            with self._no_reads:
-                self._no_reads.wait_for(lambda: not self._queued_bytes, _YIELD_SECONDS)
+            self._let_reads_pass()
             started = time.monotonic()
             try:
                 written_bytes = self._write_some()
@@ -161,10 +160,28 @@ class TransferEngine:
                 _log.exception("writing blocks in the background failed")
                 written_bytes = 0
             if not written_bytes:
-                self._work.wait(_RETRY_SECONDS)
+                self._wait_for_work(None if number else _RETRY_SECONDS)
             elif self._limits.write_bytes_per_second is not None:
-                due = started + written_bytes / self._limits.write_bytes_per_second
-                self._closing.wait(max(0.0, due - time.monotonic()))
+                self._keep_pace(started, written_bytes / self._limits.write_bytes_per_second)
+
+    def _let_reads_pass(self) -> None:
+        with self._no_reads:
+            self._no_reads.wait_for(
+                lambda: not self._queued_bytes or self._closing.is_set(), _YIELD_SECONDS
+            )
+
+    def _wait_for_work(self, timeout_seconds: float | None) -> None:
+        """Without a timeout only one of the others may look by itself, and wakes this one."""
+        with self._work:
+            self._work.wait_for(lambda: self._is_woken or self._closing.is_set(), timeout_seconds)
+            self._is_woken = False
+
+    def _keep_pace(self, started: float, seconds: float) -> None:
+        """Wait until a write begun at *started* may have taken *seconds*, after all before it."""
+        with self._work:
+            self._next_write = max(self._next_write, started) + seconds
+            due = self._next_write
+        self._closing.wait(max(0.0, due - time.monotonic()))
 
 
 def _lower_priority() -> None:
