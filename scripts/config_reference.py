@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from kvstrata.core.config import Config, pipeline_string
 from kvstrata.core.tiers import DiskTier, HostTier
+from kvstrata.core.units import exact_bytes
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -111,10 +112,10 @@ def _table(model: type[BaseModel]) -> Iterator[str]:
         if name == "kind":
             continue
         example = ", ".join(_code(str(each)) for each in field.examples or ())
-        yield f"| `{name}` | {_default(field)} | {example} | {field.description} |\n"
+        yield f"| `{name}` | {_default(name, field)} | {example} | {field.description} |\n"
 
 
-def _default(field: FieldInfo) -> str:
+def _default(name: str, field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default
@@ -122,6 +123,8 @@ def _default(field: FieldInfo) -> str:
         return "unset"
     if isinstance(value, tuple):
         return _code(pipeline_string(value)) if value else "none"
+    if name.endswith("_bytes"):
+        return _code(exact_bytes(value))
     return _code(str(value).lower() if isinstance(value, bool) else str(value))
 
 

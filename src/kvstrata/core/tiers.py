@@ -142,9 +142,17 @@ class DiskTier(BaseModel):
         description="Reads of up to 4 MiB that are under way at the same time.",
         examples=["4"],
     )
+    max_queued_read_bytes: Annotated[int, BeforeValidator(parse_bytes)] = Field(
+        default=4 << 30,
+        description=(
+            "Bytes of blocks that may wait to be read or be read at the same time. What is asked "
+            "for beyond that is computed again."
+        ),
+        examples=["4GiB"],
+    )
     write_threads: Count = Field(
         default=4,
-        description="Writes of up to 4 MiB that are under way at the same time.",
+        description="Writes of up to 8 MiB that are under way at the same time.",
         examples=["4"],
     )
     write_bytes_per_second: Annotated[int, BeforeValidator(parse_bytes)] | None = Field(

@@ -482,6 +482,7 @@ def _limits_of(tier: DiskTier | None) -> TransferLimits:
         return TransferLimits()
     return TransferLimits(
         read_threads=tier.read_threads,
+        max_queued_read_bytes=tier.max_queued_read_bytes,
         write_threads=tier.write_threads,
         write_bytes_per_second=tier.write_bytes_per_second,
     )
