@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstrata.core.keys import BlockHasher, as_key_array
+from kvstrata.core.keys import BlockHasher, as_index, as_key_array
 
 SPACE, OTHER = b"s" * 16, b"o" * 16
 
@@ -31,6 +31,30 @@ def test_what_is_not_a_list_of_keys() -> None:
         as_key_array(np.zeros((2, 31), np.uint8))
     with pytest.raises(ValueError, match="int64"):
         as_key_array(np.zeros((2, 32), np.int64))
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_slice"),
+    [
+        ([], False),
+        ([5], True),
+        ([0], True),
+        ([0, 1, 2], True),
+        ([7, 8, 9], True),
+        ([9, 8, 7], True),
+        ([2, 1, 0], True),
+        ([1, 0], True),
+        ([0, 2, 1, 3], False),
+        ([3, 1, 2, 0], False),
+        ([4, 4], False),
+        ([1, 3], False),
+    ],
+)
+def test_an_index_picks_what_the_ids_name(ids: list[int], is_slice: bool) -> None:
+    numbers = np.arange(10, 20)
+    index = as_index(np.array(ids, np.int32))
+    assert isinstance(index, slice) == is_slice
+    assert numbers[index].tolist() == [10 + block_id for block_id in ids]
 
 
 def test_a_key_stands_for_everything_up_to_its_end() -> None:

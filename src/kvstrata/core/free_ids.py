@@ -1,16 +1,9 @@
-"""Which of the numbers below a bound are free, in arrays."""
-
-from typing import Final
+"""Which of the numbers below a bound are free, in an array."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
-
-_FREE: Final = 0
-_USED: Final = 1
-_MARK_BITS: Final = 7
-_MARKS: Final = np.uint8((1 << _MARK_BITS) - 1)
 
 
 class FreeIds:
@@ -24,80 +17,51 @@ class FreeIds:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.fresh = 0  # numbers from here on were never used
-        self._released = np.zeros(capacity, np.int32)
-        self._top = 0  # of the stack in ``_released``
-        self._state = np.zeros(capacity, np.uint8)  # _FREE or _USED
+        self._stack = np.zeros(capacity, np.int32)
+        self._height = 0
 
     @property
     def nbytes(self) -> int:
-        return self._released.nbytes + self._state.nbytes
+        """Bytes of address space."""
+        return self._stack.nbytes
 
     @property
     def free(self) -> int:
         """How many are free."""
-        return self.capacity - self.fresh + self._top
+        return self.capacity - self.fresh + self._height
 
     @property
     def used(self) -> int:
-        return self.fresh - self._top
+        return self.fresh - self._height
 
-    def is_used(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
-        used: NDArray[np.bool_] = self._state[ids] != _FREE
-        return used
+    @property
+    def released(self) -> NDArray[np.int32]:
+        """Those that are free and were used before."""
+        return self._stack[: self._height]
 
     def take(self, count: int) -> NDArray[np.int32]:
         """*count* free numbers, fewer if there are not as many."""
-        again = min(count, self._top)
+        again = min(count, self._height)
         new = min(count - again, self.capacity - self.fresh)
-        ids = np.empty(again + new, np.int32)
-        ids[:again] = self._released[self._top - again : self._top][::-1]
-        ids[again:] = np.arange(self.fresh, self.fresh + new, dtype=np.int32)
-        self._top -= again
-        self.fresh += new
-        self._state[ids] = _USED
+        self._height -= again
+        ids = self._stack[self._height : self._height + again][::-1].copy()
+        if new:
+            ids = np.concatenate((ids, np.arange(self.fresh, self.fresh + new, dtype=np.int32)))
+            self.fresh += new
         return ids
 
     def release(self, ids: NDArray[np.int32]) -> None:
-        """Give *ids* back, all different.
-
-        Raises ``InvariantViolated``, and changes nothing, if one is free already or there twice.
-        """
-        if not len(ids):
-            return
-        if ids.min() < 0 or ids.max() >= self.capacity or not self._state[ids].all():
-            raise InvariantViolated("a number is released that was not taken")
-        if self._repeat(ids):
-            self._state[ids] = _USED
-            raise InvariantViolated("a number is released twice")
-        self._state[ids] = _FREE
-        if ids[0] < ids[-1]:
+        """Give *ids* back, which are in use and all different: that is for the caller to know."""
+        if len(ids) > 1 and ids[0] < ids[-1]:
             ids = ids[::-1]
-        self._released[self._top : self._top + len(ids)] = ids
-        self._top += len(ids)
+        self._stack[self._height : self._height + len(ids)] = ids
+        self._height += len(ids)
 
-    def check(self) -> None:
-        """Raises ``InvariantViolated`` unless free + used = capacity and no number is both."""
-        used = int(np.count_nonzero(self._state == _USED))
-        if used != self.used or used + self.free != self.capacity:
-            raise InvariantViolated(f"{used} used + {self.free} free != {self.capacity}")
-        if np.count_nonzero(self._state) != used:
-            raise InvariantViolated("a number is neither free nor used")
-        released = self._released[: self._top]
-        if self._state[released].any():
+    def check(self, used: NDArray[np.bool_]) -> None:
+        """Raises ``InvariantViolated`` unless exactly those flagged in *used* are in use."""
+        if np.count_nonzero(used) != self.used or used[self.fresh :].any():
+            raise InvariantViolated(f"{np.count_nonzero(used)} numbers are used, not {self.used}")
+        if used[self.released].any():
             raise InvariantViolated("a number is both free and used")
-        if len(np.unique(released)) != len(released):
+        if len(np.unique(self.released)) != self._height:
             raise InvariantViolated("a number is free twice")
-
-    def _repeat(self, ids: NDArray[np.int32]) -> bool:
-        """Whether an id is there twice; spoils the states of *ids*.
-
-        Of two marks written for one id only the later is found there again. A state has room for
-        some bits of a position, so they are written one part after another.
-        """
-        positions = np.arange(len(ids))
-        for shift in range(0, (len(ids) - 1).bit_length(), _MARK_BITS):
-            marks = (positions >> shift).astype(np.uint8) & _MARKS | ~_MARKS
-            self._state[ids] = marks
-            if (self._state[ids] != marks).any():
-                return True
-        return False

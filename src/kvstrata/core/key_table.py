@@ -9,18 +9,25 @@ from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.free_ids import FreeIds
-from kvstrata.core.keys import ABSENT, BlockIds, KeyArray
+from kvstrata.core.key_rows import (
+    Words,
+    by_namespace,
+    counted,
+    leading,
+    rows_equal,
+    store_key_rows,
+)
+from kvstrata.core.keys import ABSENT, BlockIds, Index, KeyArray, as_index
 from kvstrata.core.namespaces import Namespaces
 from kvstrata.core.types import NAMESPACE_ID_BYTES, STORE_KEY_BYTES, NamespaceId, StoreKey
 
 _MAX_CAPACITY: Final = 1 << 29  # ids and links are 32 bits wide
 _PIECE: Final = 1 << 16  # ids looked at in one step of an iteration
-_LONG_RUN: Final = 1024  # ids that go on by one; after a shorter run keys are looked up in pieces
-_RUN_TRIES: Final = 2  # and after so many short ones no more are tried
-_PROBE: Final = 2048  # keys looked up together
-_FOUR_TRUE: Final = np.uint32(0x01010101)
+_LONG_RUN: Final = 1024  # ids that go on by one; after a shorter run every key is looked up
+_PROBE: Final = 256  # keys looked up first then, in case that the rest is absent
+_RUN_PIECE: Final = 64  # keys compared with such a run at first, and its powers
+_ROW: Final = np.dtype("V32")
 
-_Words = NDArray[np.uint64]  # (n, 4): keys as stored, the first word changed by the namespace
 _Links = NDArray[np.int64]  # indices into ``KeyTable._links``
 
 
@@ -41,9 +48,10 @@ class KeyTable:
         if not 0 <= capacity <= _MAX_CAPACITY:
             raise ValueError(f"a table of {capacity} keys; at most {_MAX_CAPACITY}")
         self.capacity = capacity
-        bits = max(1, (capacity - 1).bit_length())
+        bits = max(1, (3 * capacity // 2).bit_length())  # chains of two thirds of an id at most
         self._links = np.full(capacity + (1 << bits), ABSENT, np.int32)
         self._words = np.zeros((max(1, capacity), 4), np.uint64)  # one row to look at, at least
+        self._rows = self._words.view(_ROW).ravel()  # the same, moved faster
         self._numbers = np.full(capacity, ABSENT, np.int32)  # the namespace of each id in use
         self._free = FreeIds(capacity)
         self._shift = np.uint64(64 - bits)
@@ -82,7 +90,7 @@ class KeyTable:
 
     def numbers(self, ids: BlockIds) -> NDArray[np.int32]:
         """The namespace's number of each id, ``ABSENT`` for ids that are not in use."""
-        return self._numbers[ids]
+        return self._numbers.take(ids)
 
     def retire(self, namespace: NamespaceId) -> int:
         """Find nothing of *namespace* any more, at once; its number, or ``ABSENT``.
@@ -106,19 +114,22 @@ class KeyTable:
         if number == ABSENT:
             return np.empty(0, np.int32)
         pieces = [np.empty(0, np.int32)]
-        start, tries = 0, 0
+        start, probe = 0, 1
         while start < len(keys):
-            words = self._masked(number, keys[start : start + (_PROBE if tries else 1)])
+            words = self._masked(number, keys[start : start + probe])
             ids = self._look_up(words, self._first_links(words))
-            found = _leading(ids != ABSENT)
+            found = leading(ids != ABSENT)
             pieces.append(ids[:found])
             start += found
             if found < len(ids):
                 break
-            if tries < _RUN_TRIES:
-                pieces.append(self._run_after(int(ids[-1]), number, keys[start:]))
-                start += len(pieces[-1])
-                tries += len(pieces[-1]) < _LONG_RUN
+            if probe == 1:
+                run = self._run_after(int(ids[-1]), number, keys[start:])
+                pieces.append(run)
+                start += len(run)
+                probe = 1 if len(run) >= _LONG_RUN else _PROBE
+            else:
+                probe = len(keys)
         return np.concatenate(pieces)
 
     def add(self, namespace: NamespaceId, keys: KeyArray) -> BlockIds:
@@ -146,7 +157,7 @@ class KeyTable:
         links = self._first_links(words)
         ids = self._look_up(words, links)
         new = ids == ABSENT
-        absent = np.flatnonzero(new)
+        absent = new.nonzero()[0]
         if len(absent) > self._free.free:
             room = int(absent[self._free.free])
             ids, new, absent = ids[:room], new[:room], absent[: self._free.free]
@@ -161,41 +172,42 @@ class KeyTable:
         """Take *ids* out; ``InvariantViolated``, and no change, if one is unknown or twice there."""
         if not len(ids):
             return
-        numbers = self._take_marks(ids)
-        words = self._words[ids]
-        at = self._first_links(words)
+        index = as_index(ids)
+        numbers = self._mark(ids, index)
+        at = self._first_links(self._words_of(ids))
         wanted = ids
         while len(wanted):
-            here = self._links[at]
+            here = self._links.take(at)
             if here.min() == ABSENT:
                 raise InvariantViolated("a key is not in the chain of its bucket")
-            gone = self._numbers[here] < 0  # of this call: also those that another row looks for
-            self._links[at[gone]] = self._links[here[gone]]
-            missing = here != wanted
-            at = np.where(gone, at, here)[missing]
+            gone = self._numbers.take(here) < 0  # of this call: also those that another row wants
+            self._links[at[gone]] = self._links.take(here[gone])
+            missing = (here != wanted).nonzero()[0]
+            if len(missing):
+                at = np.where(gone, at, here)[missing]
             wanted = wanted[missing]
-        self._numbers[ids] = ABSENT
-        self._links[ids] = ABSENT
+        self._numbers[index] = ABSENT
+        self._links[index] = ABSENT
         self._free.release(ids)
-        for number, count in _counted(numbers):
+        for number, count in counted(numbers):
             self._spaces.add(number, -count)
             self._spaces.settle(number)
 
     def find_mixed(self, store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> BlockIds:
         """The id of each key with its namespace before it, ``ABSENT`` where it is not there."""
-        rows = _store_key_rows(store_keys)
+        rows = store_key_rows(store_keys)
         ids = np.full(len(rows), ABSENT, np.int32)
-        for namespace, which in _by_namespace(rows):
+        for namespace, which in by_namespace(rows):
             keys = np.ascontiguousarray(rows[which, NAMESPACE_ID_BYTES:])
             ids[which] = self.find(namespace, keys)
         return ids
 
     def add_mixed(self, store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> BlockIds:
         """``add`` for keys with their namespaces before them."""
-        rows = _store_key_rows(store_keys)[: self._free.free]
+        rows = store_key_rows(store_keys)[: self._free.free]
         ids = np.full(len(rows), ABSENT, np.int32)
         try:
-            for namespace, which in _by_namespace(rows):
+            for namespace, which in by_namespace(rows):
                 keys = np.ascontiguousarray(rows[which, NAMESPACE_ID_BYTES:])
                 ids[which] = self.add(namespace, keys)
         except InvariantViolated:
@@ -205,11 +217,11 @@ class KeyTable:
 
     def keys(self, ids: BlockIds) -> KeyArray:
         """The keys of *ids*, all in use."""
-        numbers = self._numbers[ids]
+        numbers = self._numbers.take(ids)
         if len(ids) and numbers.min() < 0:
             raise InvariantViolated("the key of an id that is not in use is asked for")
-        words = self._words[ids]
-        for number, _ in _counted(numbers):
+        words = self._words_of(ids)
+        for number, _ in counted(numbers):
             words[:, 0] ^= np.where(numbers == number, self._spaces.masks[number], np.uint64(0))
         return words.view(np.uint8)
 
@@ -217,8 +229,8 @@ class KeyTable:
         """The keys of *ids* with their namespaces before them, shape ``(n, STORE_KEY_BYTES)``."""
         rows = np.empty((len(ids), STORE_KEY_BYTES), np.uint8)
         rows[:, NAMESPACE_ID_BYTES:] = self.keys(ids)
-        numbers = self._numbers[ids]
-        for number, _ in _counted(numbers):
+        numbers = self._numbers.take(ids)
+        for number, _ in counted(numbers):
             name = np.frombuffer(self._spaces.names[number] or b"", np.uint8)
             rows[numbers == number, :NAMESPACE_ID_BYTES] = name
         return rows
@@ -254,35 +266,39 @@ class KeyTable:
 
     def check(self) -> None:
         """Raises ``InvariantViolated`` if chains, numbers, counts and free ids contradict."""
-        self._free.check()
+        self._free.check(self._numbers >= 0)
         used = np.flatnonzero(self._numbers >= 0)
-        if len(used) != len(self) or self._free.is_used(used).sum() != len(used):
-            raise InvariantViolated("ids in use and ids with a namespace are not the same")
         counts = self._spaces.counts
         if np.bincount(self._numbers[used], minlength=len(counts)).tolist() != counts:
             raise InvariantViolated("the keys of a namespace are counted wrongly")
         self._spaces.check()
-        words = self._words[used]
+        words = self._words_of(used)
         if (self._look_up(words, self._first_links(words)) != used).any():
             raise InvariantViolated("a key is not found, or twice in the table")
         if np.count_nonzero(self._links != ABSENT) != len(used):
             raise InvariantViolated("a chain holds an id that is not in use")
 
-    def _masked(self, number: int, keys: KeyArray) -> _Words:
+    def _masked(self, number: int, keys: KeyArray) -> Words:
         words = np.array(keys.view(np.uint64))  # a copy, and aligned
         words[:, 0] ^= self._spaces.masks[number]
         return words
 
-    def _first_links(self, words: _Words) -> _Links:
+    def _first_links(self, words: Words) -> _Links:
         """Of each key the link that leads to its bucket's first id."""
         mixed = (words[:, 0] ^ words[:, 3]) * self._factor
         links: _Links = (mixed >> self._shift).view(np.int64)
         links += self.capacity
         return links
 
-    def _look_up(self, words: _Words, links: _Links) -> BlockIds:
+    def _words_of(self, ids: NDArray[np.integer]) -> Words:
+        return self._rows.take(ids).view(np.uint64).reshape(-1, 4)
+
+    def _look_up(self, words: Words, links: _Links) -> BlockIds:
         ids = self._links.take(links)
-        pending = np.flatnonzero(~self._holds(ids, words) & (ids != ABSENT))
+        right = self._holds(ids, words)
+        if right.all() and ids.min(initial=0) >= 0:
+            return ids
+        pending = (~right & (ids != ABSENT)).nonzero()[0]
         while len(pending):
             here = self._links.take(ids[pending])
             ids[pending] = here
@@ -290,108 +306,67 @@ class KeyTable:
             pending = pending[~right & (here != ABSENT)]
         return ids
 
-    def _holds(self, ids: BlockIds, words: _Words) -> NDArray[np.bool_]:
+    def _holds(self, ids: BlockIds, words: Words) -> NDArray[np.bool_]:
         """Whether each id's row has these words; without meaning where an id is ``ABSENT``."""
-        return _rows_equal(self._words.take(ids, axis=0), words)
+        return rows_equal(self._words_of(ids), words)
 
     def _run_after(self, last: int, number: int, keys: KeyArray) -> BlockIds:
         """The ids that follow *last* by one each for as long as they are those of *keys*."""
-        start, done, piece = last + 1, 0, 64
+        start, done, piece = last + 1, 0, _RUN_PIECE
         end = min(len(keys), self.capacity - start)
         while done < end:
             some = slice(start + done, start + min(end, done + piece))
-            equal = _rows_equal(
+            equal = rows_equal(
                 self._words[some], self._masked(number, keys[done : min(end, done + piece)])
             )
             equal &= self._numbers[some] == number
-            found = _leading(equal)
+            found = leading(equal)
             done += found
             if found < len(equal):
                 break
-            piece = 8 * piece
+            piece *= _RUN_PIECE
         return np.arange(start, start + done, dtype=np.int32)
 
-    def _insert(self, words: _Words, links: _Links, number: int) -> BlockIds:
+    def _insert(self, words: Words, links: _Links, number: int) -> BlockIds:
         ids = self._free.take(len(words))
-        self._words[ids] = words
-        self._numbers[ids] = number
-        self._spaces.add(number, len(ids))
+        self._store(ids, words, number)
         twice = False
-        waiting, at = ids, links
+        waiting, at = ids.astype(np.intp), links
         while len(waiting):
-            below = self._links[at]
+            self._links[waiting] = self._links.take(at)
             self._links[at] = waiting
-            first = self._links[at]  # of several for one bucket, one got in
-            won = first == waiting
-            self._links[waiting[won]] = below[won]
-            waiting, at, first = waiting[~won], at[~won], first[~won]
+            first = self._links.take(at)  # of several for one bucket, one got in
+            lost = (first != waiting).nonzero()[0]
+            waiting, at, first = waiting[lost], at[lost], first[lost]
             # Equal keys share a bucket, so each meets the other here.
-            twice |= bool(len(waiting) and self._holds(first, self._words[waiting]).any())
+            twice |= bool(len(lost) and self._holds(first, self._words_of(waiting)).any())
         if twice:
             self.remove(ids)
             raise InvariantViolated("a key is added twice")
         return ids
 
-    def _take_marks(self, ids: BlockIds) -> NDArray[np.int32]:
-        """Mark *ids* as not in use; the numbers of their namespaces."""
+    def _store(self, ids: BlockIds, words: Words, number: int) -> None:
+        index = as_index(ids)
+        self._numbers[index] = number
+        self._spaces.add(number, len(ids))
+        if isinstance(index, slice):
+            self._words[index] = words
+        else:
+            np.put(self._rows, index, words.view(_ROW).ravel())
+
+    def _mark(self, ids: BlockIds, index: Index) -> NDArray[np.int32]:
+        """Mark *ids* as not in use, unless there is something wrong; their namespaces' numbers."""
         if ids.min() < 0 or ids.max() >= self.capacity:
             raise InvariantViolated("a key is removed by an id that cannot be")
-        numbers = self._numbers[ids]
+        numbers = self._numbers.take(ids)
         if numbers.min() < 0:
             raise InvariantViolated("a key is removed that is not in the table")
+        if isinstance(index, slice):
+            self._numbers[index] = -2
+            return numbers
         marks = np.arange(-2, -2 - len(ids), -1, dtype=np.int32)
-        self._numbers[ids] = marks
-        if (self._numbers[ids] != marks).any():
-            self._numbers[ids] = numbers
+        self._numbers[index] = marks
+        if (self._numbers.take(index) != marks).any():
+            self._numbers[index] = numbers
             raise InvariantViolated("a key is removed twice in one call")
         return numbers
-
-
-def _rows_equal(left: _Words, right: _Words) -> NDArray[np.bool_]:
-    """Row by row; both of four words, C-contiguous."""
-    equal: NDArray[np.bool_] = (left == right).view(np.uint32).ravel() == _FOUR_TRUE
-    return equal
-
-
-def _leading(flags: NDArray[np.bool_]) -> int:
-    """How many of *flags* are set before the first that is not."""
-    first = int(flags.argmin()) if len(flags) else 0
-    return len(flags) if len(flags) and flags[first] else first
-
-
-def _counted(numbers: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
-    """Each different number, and how often it is there."""
-    if not len(numbers):
-        return
-    first = int(numbers[0])
-    if (numbers == first).all():
-        yield first, len(numbers)
-        return
-    yield from zip(*(part.tolist() for part in np.unique(numbers, return_counts=True)), strict=True)
-
-
-def _store_key_rows(store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> NDArray[np.uint8]:
-    if isinstance(store_keys, np.ndarray):
-        if store_keys.dtype.itemsize == STORE_KEY_BYTES:
-            store_keys = np.ascontiguousarray(store_keys).view(np.uint8)
-        return store_keys.reshape(-1, STORE_KEY_BYTES)
-    if not set(map(len, store_keys)) <= {STORE_KEY_BYTES}:
-        raise ValueError(f"a store key has {STORE_KEY_BYTES} bytes")
-    return np.frombuffer(b"".join(store_keys), np.uint8).reshape(-1, STORE_KEY_BYTES)
-
-
-def _by_namespace(
-    rows: NDArray[np.uint8],
-) -> Iterator[tuple[NamespaceId, NDArray[np.intp] | slice]]:
-    """Each namespace of *rows*, and which rows are of it."""
-    if not len(rows):
-        return
-    heads = np.ascontiguousarray(rows[:, :NAMESPACE_ID_BYTES]).view(np.uint64)
-    if (heads == heads[0]).all():
-        yield rows[0, :NAMESPACE_ID_BYTES].tobytes(), slice(None)
-        return
-    different, inverse = np.unique(heads, axis=0, return_inverse=True)
-    order = np.argsort(inverse.ravel(), kind="stable")
-    ends = np.cumsum(np.bincount(inverse.ravel(), minlength=len(different)))
-    for head, which in zip(different, np.split(order, ends[:-1]), strict=True):
-        yield head.tobytes(), which

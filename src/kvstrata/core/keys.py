@@ -18,6 +18,9 @@ BlockIds = NDArray[np.int32]
 ABSENT: Final = -1
 """Stands where a block has no number."""
 
+Index = slice | NDArray[np.intp]
+"""What an array is indexed by."""
+
 _CONTEXT: Final = "kvstrata 2026-11 block keys of a namespace"
 
 
@@ -30,6 +33,21 @@ def as_key_array(keys: Sequence[BlockKey] | KeyArray) -> KeyArray:
     if not set(map(len, keys)) <= {BLOCK_KEY_BYTES}:
         raise ValueError(f"a block key has {BLOCK_KEY_BYTES} bytes")
     return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, BLOCK_KEY_BYTES)
+
+
+def as_index(ids: BlockIds) -> Index:
+    """*ids* in the form in which arrays take them fastest: a slice if they go up or down by one.
+
+    What a slice picks is a view, and changes with the array.
+    """
+    if not len(ids):
+        return ids.astype(np.intp)
+    first, last = int(ids[0]), int(ids[-1])
+    if last - first == len(ids) - 1 and (ids[1:] > ids[:-1]).all():
+        return slice(first, last + 1)
+    if first - last == len(ids) - 1 and (ids[1:] < ids[:-1]).all():
+        return slice(first, last - 1 if last else None, -1)
+    return ids.astype(np.intp)
 
 
 class BlockHasher:

@@ -29,10 +29,14 @@ class Census:
         return NamespaceCounts(*self._counts[:, number].tolist())
 
     def count(
-        self, numbers: NDArray[np.int32], before: NDArray[np.uint8], after: NDArray[np.uint8]
+        self,
+        numbers: NDArray[np.int32],
+        before: NDArray[np.uint8],
+        after: NDArray[np.uint8],
+        places: int,
     ) -> None:
-        """Blocks of these namespaces have changed places."""
-        if not len(numbers):
+        """Blocks of these namespaces have come to *places* or left them."""
+        if not len(numbers) or not places & LOCAL:
             return
         first = int(numbers[0])
         alone = bool((numbers == first).all())
@@ -40,13 +44,14 @@ class Census:
         while highest >= self._counts.shape[1]:
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)), axis=1)
         for row, bits in zip(self._counts, _COUNTED, strict=True):
-            inside = (after & np.uint8(bits)) != 0
-            was_inside = (before & np.uint8(bits)) != 0
+            if not places & bits:
+                continue
+            inside, was_inside = after & np.uint8(bits), before & np.uint8(bits)
             if alone:
                 row[first] += np.count_nonzero(inside) - np.count_nonzero(was_inside)
             else:
-                np.add.at(row, numbers[inside], 1)
-                np.subtract.at(row, numbers[was_inside], 1)
+                np.add.at(row, numbers[inside != 0], 1)
+                np.subtract.at(row, numbers[was_inside != 0], 1)
 
     def check(self, numbers: NDArray[np.int32], where: NDArray[np.uint8]) -> None:
         """Raises ``InvariantViolated`` unless the counts are those of all blocks."""

@@ -1,8 +1,20 @@
 """The fixed slots of a tier: which are free."""
 
-import numpy as np
+from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.free_ids import FreeIds
+from kvstrata.core.keys import as_index
+
+_FREE: Final = 0
+_USED: Final = 1
+_MARK_BITS: Final = 7
+_MARKS: Final = np.uint8((1 << _MARK_BITS) - 1)
+
+Slots = NDArray[np.int32]
 
 
 class SlotPool(FreeIds):
@@ -12,9 +24,67 @@ class SlotPool(FreeIds):
     are used again while they are warm.
     """
 
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._state = np.zeros(capacity, np.uint8)  # _FREE or _USED
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space."""
+        return super().nbytes + self._state.nbytes
+
     @property
     def longest_free_run(self) -> int:
         """The most free slots side by side. Looks at every slot that was ever used."""
         taken = np.flatnonzero(self._state[: self.fresh])
         edges = np.concatenate(([-1], taken, [self.capacity]))
         return int(np.diff(edges).max()) - 1
+
+    def take(self, count: int) -> Slots:
+        """*count* slots that nobody holds, fewer if there are not as many."""
+        slots = super().take(count)
+        self._state[as_index(slots)] = _USED
+        return slots
+
+    def release(self, ids: Slots) -> None:
+        """Give slots back.
+
+        Raises ``InvariantViolated``, and changes nothing, if one is not held or there twice.
+        """
+        if not len(ids):
+            return
+        if ids.min() < 0 or ids.max() >= self.capacity or not self._state.take(ids).all():
+            raise InvariantViolated("a slot is released that was not taken")
+        index = as_index(ids)
+        if not isinstance(index, slice) and self._repeat(index):
+            self._state[index] = _USED
+            raise InvariantViolated("a slot is released twice")
+        self._state[index] = _FREE
+        super().release(ids)
+
+    def is_used(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
+        used: NDArray[np.bool_] = self._state[slots] != _FREE
+        return used
+
+    def check(self, used: NDArray[np.bool_] | None = None) -> None:
+        """Raises ``InvariantViolated`` unless free + used = capacity and no slot is both.
+
+        With *used*, unless exactly those slots are in use as well.
+        """
+        super().check(self._state == _USED if used is None else used)
+        if np.count_nonzero(self._state) != self.used or self.used + self.free != self.capacity:
+            raise InvariantViolated(f"{self.used} used + {self.free} free != {self.capacity}")
+
+    def _repeat(self, slots: NDArray[np.intp]) -> bool:
+        """Whether a slot is there twice; spoils the states of *slots*.
+
+        Of two marks written for one slot only the later is found there again. A state has room
+        for some bits of a position, so they are written one part after another.
+        """
+        positions = np.arange(len(slots))
+        for shift in range(0, (len(slots) - 1).bit_length(), _MARK_BITS):
+            marks = (positions >> shift).astype(np.uint8) & _MARKS | ~_MARKS
+            self._state[slots] = marks
+            if (self._state.take(slots) != marks).any():
+                return True
+        return False

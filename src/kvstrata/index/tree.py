@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.key_table import KeyTable
-from kvstrata.core.keys import ABSENT, BlockIds, KeyArray
+from kvstrata.core.keys import ABSENT, BlockIds, Index, KeyArray, as_index
 from kvstrata.core.types import NamespaceId, StoreKey
 from kvstrata.index.census import Census, NamespaceCounts
 from kvstrata.index.family import Family
@@ -102,10 +102,14 @@ class PrefixIndex:
             above = np.empty(len(ids), np.int32)
             above[0] = parent
             above[1:] = ids[:-1]
-            at = slice(None) if new.all() else np.flatnonzero(new)
-            self._begin(ids[at])
-            self._family.hang(ids[at], above[at])
-            self.depth[ids[at]] = np.arange(base, base + len(ids), dtype=np.int32)[at]
+            depth = np.arange(base, base + len(ids), dtype=np.int32)
+            made = ids
+            if not new.all():
+                made, above, depth = ids[new], above[new], depth[new]
+            index = as_index(made)
+            self._begin(index)
+            self._family.hang(index, above)
+            self.depth[index] = depth
         return ids
 
     def insert_stored(
@@ -124,45 +128,54 @@ class PrefixIndex:
         known = np.flatnonzero(above != ABSENT)
         other = self._table.numbers(above[known]) != self._table.numbers(ids[known])
         above[known[other]] = ABSENT
-        self._begin(ids)
+        self._begin(as_index(ids))
         self._family.hang_stored(ids, above, self.depth)
         return ids
 
     def lease(self, ids: BlockIds) -> None:
         """Keep *ids*, all different, where they are."""
-        self.leases[ids] += 1
+        self.leases[as_index(ids)] += 1
 
     def unlease(self, ids: BlockIds) -> None:
         """Give back a lease on each of *ids*, all different."""
-        if len(ids) and self.leases[ids].min() < 1:
+        index = as_index(ids)
+        if len(ids) and self.leases[index].min() < 1:
             raise InvariantViolated("a lease is returned that was not taken")
-        self.leases[ids] -= 1
+        self.leases[index] -= 1
 
     def set_where(self, ids: BlockIds, places: int) -> None:
         """*ids*, all different, are in these places too."""
-        self._move(ids, self.where[ids] | np.uint8(places))
+        before = self.where.take(ids)
+        after = before | np.uint8(places)
+        self.where[as_index(ids)] = after
+        self._census.count(self._table.numbers(ids), before, after, places)
 
     def clear_where(self, ids: BlockIds, places: int) -> None:
         """*ids*, all different, are not in these places; ``settle`` those that may be nowhere."""
-        self._move(ids, self.where[ids] & np.uint8(~places & 0xFF))
+        before = self.where.take(ids)
+        after = before & np.uint8(~places & 0xFF)
+        self.where[as_index(ids)] = after
+        self._census.count(self._table.numbers(ids), before, after, places)
 
     def settle(self, ids: BlockIds) -> None:
         """Remove those of *ids* that are nowhere, unleased and childless, and parents that become so.
 
         Being believed in the remote tier does not count as being somewhere.
         """
+        ids = ids[self._nowhere(ids)]
         if len(ids) and self._table.numbers(ids).min() < 0:
             raise InvariantViolated("a block is settled that the index does not know")
         retired = self._which_retired(ids)
         if retired is not None:
-            self._remove(np.unique(ids[retired & self._nowhere(ids)]))
+            self._remove(np.unique(ids[retired]))
             ids = ids[~retired]
         while len(ids):
-            gone, above = self._family.vanish(ids, self._nowhere(ids))
+            gone, above = self._family.vanish(ids)
             self._remove(gone)
-            above = above[self._nowhere(above)]
-            lines = [self._family.only_children_above(b, self._is_nowhere) for b in above.tolist()]
-            ids = np.concatenate((above, np.fromiter(chain(*lines), np.int32)))
+            ids = above[self._nowhere(above)]
+            if len(ids):
+                over = [self._family.only_children_above(b, self._is_nowhere) for b in ids.tolist()]
+                ids = np.concatenate((ids, np.fromiter(chain(*over), np.int32)))
 
     def may_leave(self, ids: BlockIds, tier: int) -> Flags:
         """Which of *ids* may be evicted from a tier, each when those before it that may have left.
@@ -170,8 +183,8 @@ class PrefixIndex:
         That needs a block without lease, and without children unless it is in another tier too
         (host memory or disk).
         """
-        where = self.where[ids]
-        unleased: Flags = self.leases[ids] == 0
+        where = self.where.take(ids)
+        unleased: Flags = self.leases.take(ids) == 0
         last = (where & np.uint8(LOCAL & ~tier)) == 0
         retired = self._which_retired(ids)
         if retired is not None:
@@ -271,21 +284,16 @@ class PrefixIndex:
             raise InvariantViolated("a block is hung under one that its namespace does not have")
         return parent
 
-    def _begin(self, ids: BlockIds) -> None:
+    def _begin(self, index: Index) -> None:
         if self._retired and self._table.namespace_bound >= len(self._retired_flags):
             self._flag_retired()
-        self.leases[ids] = 0
-        self.host_slot[ids] = NO_SLOT
-        self.where[ids] = 0
-
-    def _move(self, ids: BlockIds, where: NDArray[np.uint8]) -> None:
-        before = self.where[ids]
-        self.where[ids] = where
-        self._census.count(self._table.numbers(ids), before, where)
+        self.leases[index] = 0
+        self.host_slot[index] = NO_SLOT
+        self.where[index] = 0
 
     def _nowhere(self, ids: BlockIds) -> Flags:
-        nowhere: Flags = (self.where[ids] & np.uint8(~REMOTE & 0xFF)) == 0
-        nowhere &= self.leases[ids] == 0
+        nowhere: Flags = (self.where.take(ids) & np.uint8(~REMOTE & 0xFF)) == 0
+        nowhere &= self.leases.take(ids) == 0
         return nowhere
 
     def _is_nowhere(self, block: int) -> bool:
@@ -317,16 +325,16 @@ class PrefixIndex:
         ids = self._table.ids_in(start, end, alone)
         if alone == ABSENT:
             ids = ids[self._retired_flags[self._table.numbers(ids)]]
-        busy = (self.where[ids] & np.uint8(ARRIVING | WRITING)) != 0
-        idle: BlockIds = ids[~busy & (self.leases[ids] == 0)]
+        busy = (self.where.take(ids) & np.uint8(ARRIVING | WRITING)) != 0
+        idle: BlockIds = ids[~busy & (self.leases.take(ids) == 0)]
         return idle
 
     def _remove(self, ids: BlockIds) -> None:
         if not len(ids):
             return
-        numbers, where = self._table.numbers(ids), self.where[ids]
+        numbers, where = self._table.numbers(ids), self.where.take(ids)
         self._table.remove(ids)
-        self._census.count(numbers, where, np.zeros_like(where))
+        self._census.count(numbers, where, np.zeros_like(where), LOCAL)
         if self._retired:
             left = {number for number in self._retired if self._table.count(number)}
             if left != self._retired:
