@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from kvstrata.core.keys import ABSENT, BlockHasher, BlockIds, KeyArray, as_key_array
+from kvstrata.core.keys import BlockHasher, BlockIds, KeyArray, as_key_array
 from kvstrata.index.places import DISK, HOST, WRITING
 from kvstrata.index.policies import LRU, S3FIFO, CostAware, EvictionPolicy, PrefillCost
 from kvstrata.index.pool import SlotPool

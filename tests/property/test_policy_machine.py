@@ -20,7 +20,8 @@ def array(ids: list[int]) -> BlockIds:
 
 
 def prints(ids: BlockIds) -> NDArray[np.uint64]:
-    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    """Spread over the buckets of the table of ghosts, so that none overflows."""
+    return ids.astype(np.uint64) * np.uint64((1 << 32) + (1 << 32) // IDS)
 
 
 class PolicyMachine(RuleBasedStateMachine):

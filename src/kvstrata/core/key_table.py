@@ -295,15 +295,17 @@ class KeyTable:
 
     def _look_up(self, words: Words, links: _Links) -> BlockIds:
         ids = self._links.take(links)
-        right = self._holds(ids, words)
-        if right.all() and ids.min(initial=0) >= 0:
-            return ids
-        pending = (~right & (ids != ABSENT)).nonzero()[0]
+        if ids.min(initial=0) >= 0:
+            pending = (~self._holds(ids, words)).nonzero()[0]
+        else:
+            there = (ids != ABSENT).nonzero()[0]
+            right = self._holds(ids.take(there), words.take(there, axis=0))
+            pending = there[~right]
         while len(pending):
-            here = self._links.take(ids[pending])
+            here = self._links.take(ids.take(pending))
             ids[pending] = here
-            right = self._holds(here, words.take(pending, axis=0))
-            pending = pending[~right & (here != ABSENT)]
+            wrong = ~self._holds(here, words.take(pending, axis=0)) & (here != ABSENT)
+            pending = pending[wrong]
         return ids
 
     def _holds(self, ids: BlockIds, words: Words) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 _WAYS: Final = 8
 _TAG_SHIFT: Final = np.uint64(32)
+_LOW_HALF: Final = np.uint64(0xFFFF_FFFF)
 
 Prints = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
@@ -15,15 +16,15 @@ Flags = NDArray[np.bool_]
 class Ghosts:
     """The last *capacity* fingerprints that were added, without those taken since.
 
-    A table with buckets of eight, at most half full: when a bucket overflows, its oldest is
-    forgotten early, which befalls a few in a thousand. Each place has 32 bits of a fingerprint
-    and when it was added, counted in additions. Up to 32 bytes for each of *capacity*.
+    A table with buckets of eight, two thirds full: when a bucket overflows, its oldest is
+    forgotten early, which befalls a few in a hundred. Each place has 32 bits of a fingerprint
+    and when it was added, counted in additions. Twelve bytes for each of *capacity*.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        buckets = 1 << max(0, (2 * capacity // _WAYS - 1).bit_length())
-        self._mask = np.uint64(buckets - 1)
+        buckets = 3 * capacity // (2 * _WAYS) + 1
+        self._buckets = np.uint64(buckets)
         self._tags = np.zeros((buckets, _WAYS), np.uint32)
         self._added = np.zeros((buckets, _WAYS), np.uint32)
         self._clock = capacity + 1  # so that an empty place is one that was added too long ago
@@ -59,7 +60,7 @@ class Ghosts:
         return found
 
     def _locate(self, prints: Prints) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        rows = (prints & self._mask).astype(np.int64)
+        rows = ((prints & _LOW_HALF) * self._buckets >> _TAG_SHIFT).astype(np.int64)
         return rows, (prints >> _TAG_SHIFT).astype(np.uint32)
 
     def _ages(self, rows: NDArray[np.int64]) -> NDArray[np.uint32]:

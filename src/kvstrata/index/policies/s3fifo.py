@@ -29,7 +29,7 @@ class S3FIFO:
     the main queue is long: what comes back in that time enters the main queue at once. At the
     end of the main queue a block that was used starts again, with one use less.
 
-    13 bytes for each id, and up to 29 for each block of the tier.
+    13 bytes for each id at most, and eleven for each block of the tier.
     """
 
     def __init__(self, capacity_ids: int, tier_blocks: int, fingerprints: Fingerprints) -> None:
