@@ -13,15 +13,20 @@ from tests.caches import BLOCK_BYTES, PATIENCE_SECONDS
 from kvstrata.core.config import Config
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient
+from kvstrata.server.limits import Limits
 from kvstrata.server.server import Server
 
 
 @contextmanager
 def serving(
-    config: Config, path: Path, *, block_bytes: int | None = BLOCK_BYTES
+    config: Config,
+    path: Path,
+    *,
+    block_bytes: int | None = BLOCK_BYTES,
+    limits: Limits = Limits(),  # noqa: B008 - immutable
 ) -> Iterator[Server]:
     """A server on a thread; at the end nothing of it is left."""
-    server = Server(config, path, block_bytes=block_bytes)
+    server = Server(config, path, block_bytes=block_bytes, limits=limits)
     thread = threading.Thread(target=server.serve, name="test-serve")
     thread.start()
     try:
@@ -84,6 +89,30 @@ class RawClient:
                 return None
             data += piece
         return data
+
+    def push(self, data: bytes) -> bool:
+        """Send what there is room for; whether the server still takes anything from this client."""
+        self.sock.setblocking(False)
+        try:
+            while data:
+                data = data[self.sock.send(data) :]
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def is_hung_up_on(self) -> bool:
+        """Whether the server has ended the connection; what it said before is thrown away."""
+        self.sock.setblocking(False)
+        try:
+            while self.sock.recv(1 << 20):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def close(self) -> None:
         self.sock.close()

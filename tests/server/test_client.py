@@ -34,6 +34,14 @@ PROMOTING = TaskStatus(7, TaskState.PROMOTING, [2], [5], matched_blocks=2, disk_
 READY = TaskStatus(7, TaskState.READY, [2, 3], [5, 6], matched_blocks=2, disk_blocks=1)
 
 
+def answer(seq: int, status: TaskStatus) -> p.Task:
+    return p.Task(seq, p.pack(status))
+
+
+def news(status: TaskStatus) -> p.Settled:
+    return p.Settled(p.pack(status))
+
+
 class FakeServer:
     """The other end of one client: the test says each frame by hand."""
 
@@ -100,38 +108,29 @@ def take_all(client: ManagerClient) -> None:
 def test_answer_then_news(fake: FakeServer) -> None:
     pending = get(fake)
     assert not fake.client.poll(0.0)
-    fake.say(p.Task(1, PROMOTING))
+    fake.say(answer(1, PROMOTING))
     take_all(fake.client)
     assert pending.status == PROMOTING
-    fake.say(p.Settled(READY))
+    fake.say(news(READY))
     take_all(fake.client)
     assert pending.status == READY
     assert fake.client._promoting == {}
 
 
-def test_news_that_overtake_the_answer_are_not_lost(fake: FakeServer) -> None:
+def test_news_that_nobody_waits_for_are_passed_over(fake: FakeServer) -> None:
     pending = get(fake)
-    fake.say(p.Settled(READY))
+    fake.say(answer(1, PROMOTING))
     take_all(fake.client)
-    fake.say(p.Task(1, PROMOTING))
+    fake.client.launch([7])
+    fake.say(news(READY), news(TaskStatus(8, TaskState.READY)))
     take_all(fake.client)
-    assert pending.status == READY
-    assert (fake.client._promoting, fake.client._early) == ({}, {})
-
-
-def test_early_news_that_nobody_asks_for_are_bounded(
-    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subject, "_EARLY_NEWS", 3)
-    for n in range(6):
-        fake.say(p.Settled(TaskStatus(n, TaskState.READY)))
-    take_all(fake.client)
-    assert list(fake.client._early) == [3, 4, 5]
+    assert pending.status == PROMOTING
+    assert fake.client._promoting == {}
 
 
 def test_frames_cut_anywhere_are_put_together(fake: FakeServer) -> None:
     pending = get(fake)
-    for byte in p.encode(p.Task(1, PROMOTING)) + p.encode(p.Settled(READY)):
+    for byte in p.encode(answer(1, PROMOTING)) + p.encode(news(READY)):
         fake.sock.sendall(bytes([byte]))
         fake.client.poll(PATIENCE_SECONDS)
     assert pending.status == READY
@@ -143,7 +142,7 @@ def test_frames_cut_anywhere_are_put_together(fake: FakeServer) -> None:
 def test_abandoned_before_the_answer_cancels_the_task_when_it_comes(fake: FakeServer) -> None:
     pending = get(fake)
     fake.client.abandon(pending)
-    fake.say(p.Task(1, PROMOTING))
+    fake.say(answer(1, PROMOTING))
     take_all(fake.client)
     assert fake.read() == p.Cancel([7])
     assert pending.status is None
@@ -153,7 +152,7 @@ def test_abandoned_before_the_answer_cancels_the_task_when_it_comes(fake: FakeSe
 
 def test_abandoned_before_an_answer_without_a_task_cancels_nothing(fake: FakeServer) -> None:
     fake.client.abandon(get(fake))
-    fake.say(p.Task(1, TaskStatus(0, TaskState.DONE)))
+    fake.say(answer(1, TaskStatus(0, TaskState.DONE)))
     take_all(fake.client)
     assert fake.hears_nothing_more()
 
@@ -163,7 +162,7 @@ def test_abandoned_after_the_answer_cancels_the_task_at_once(
     fake: FakeServer, status: TaskStatus
 ) -> None:
     pending = get(fake)
-    fake.say(p.Task(1, status))
+    fake.say(answer(1, status))
     take_all(fake.client)
     fake.client.abandon(pending)
     assert fake.read() == p.Cancel([7])

@@ -1,11 +1,10 @@
 """A live server: what it answers, what it refuses, whom it drops, and that the others never notice."""
 
 import contextlib
-import errno
 import os
+import resource
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.manager import manager as manager_module
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
-from kvstrata.server import server as subject
 from kvstrata.server.client import ManagerClient, observe
 from kvstrata.server.server import Server
 
@@ -58,7 +56,7 @@ def witness(server: Server) -> Iterator[ManagerClient]:
     yield client
     client.ping()
     client.close()
-    eventually(lambda: not server._connections, "a connection is kept")
+    eventually(lambda: not server.clients, "a connection is kept")
     assert server.manager is None or server.manager.stats().engines == []
 
 
@@ -220,7 +218,7 @@ def test_another_protocol_is_refused_with_a_hint(server: Server, witness: Manage
     reply = client.receive()
     assert isinstance(reply, p.Refused)
     assert (reply.seq, reply.code) == (0, "config")
-    assert "speaks protocol 99, this server 1" in reply.message
+    assert "speaks protocol 99, this server 2" in reply.message
     assert reply.hint == "install the same version of kvstrata on both sides"
     client.close()
 
@@ -232,11 +230,11 @@ def test_another_protocol_is_refused_with_a_hint(server: Server, witness: Manage
         [p.Launch([1])],
         [HELLO, HELLO],
         [OBSERVER, HELLO],
-        [p.Hello(0, 1, "operator")],
-        [p.Hello(0, 1, "")],
-        [p.Hello(0, 1, "engine", "e", 0)],
-        [p.Hello(0, 1, "engine", "e", -4096)],
-        [p.Hello(0, 1, "engine", "e", BLOCK_BYTES, world_size=0)],
+        [p.Hello(0, 2, "operator")],
+        [p.Hello(0, 2, "")],
+        [p.Hello(0, 2, "engine", "e", 0)],
+        [p.Hello(0, 2, "engine", "e", -4096)],
+        [p.Hello(0, 2, "engine", "e", BLOCK_BYTES, world_size=0)],
         [p.Mapped(1)],
         [HELLO, p.Mapped(1)],
         [worker_hello(), p.Mapped(1), p.Mapped(2)],
@@ -358,77 +356,26 @@ def test_dead_engine_gives_back_all_once_its_worker_is_gone(
     manager.check()
 
 
-def silent(server: Server, *messages: p.Request) -> tuple[RawClient, subject._Connection]:
-    """A client that reads its welcome and nothing more."""
-    before = set(server._connections)
-    client = raw(server, *messages)
-    assert isinstance(client.receive(), p.Welcome)
-    (connection,) = set(server._connections) - before
-    return client, connection
-
-
-def test_client_that_never_reads_is_dropped(
-    server: Server, witness: ManagerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subject, "_SEND_SECONDS", 1)
-    client, connection = silent(server, OBSERVER)
-    client.sock.setblocking(False)
-
-    def ask_on() -> bool:
-        with contextlib.suppress(OSError):
-            client.sock.sendall(p.encode(p.Stats(1)) * 100)
-        return connection not in server._connections
-
-    eventually(ask_on, "the client is kept")
-    witness.ping()
-    client.close()
-
-
-def test_client_that_never_reads_its_news_is_dropped(
-    server: Server, witness: ManagerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half a frame may be on the wire: no later one could be understood."""
-    monkeypatch.setattr(subject, "_SEND_SECONDS", 1)
-    client, connection = silent(server, HELLO)
-    news = TaskStatus(1, TaskState.READY, list(range(200_000)))
-
-    def tell() -> bool:
-        connection._on_settled(news)
-        return connection not in server._connections
-
-    eventually(tell, "the client is kept")
-    client.close()
-
-
 # -- the server itself ---------------------------------------------------------------------------
 
 
-class Refusing:
-    """A listener whose accept fails first."""
-
-    def __init__(self, inner: socket.socket, *errors: int) -> None:
-        self._inner = inner
-        self._errors = list(errors)
-
-    def accept(self) -> tuple[socket.socket, object]:
-        if self._errors:
-            raise OSError(self._errors.pop(0), "accept failed")
-        return self._inner.accept()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-
-def test_server_outlives_a_moment_without_file_descriptors(path: Path) -> None:
-    server = Server(config(4), path, block_bytes=BLOCK_BYTES)
-    refusing = Refusing(server._listener, errno.EMFILE, errno.ECONNABORTED, errno.ENFILE)
-    server._listener = refusing  # type: ignore[assignment]  # all of a socket that is used
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    observe(path).close()
-    server.stop()
-    thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
+def test_server_outlives_a_moment_without_file_descriptors(
+    server: Server, witness: ManagerClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as client:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(client.fileno())  # the lowest that is free, as accept would take it
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            client.connect(str(server.path))
+            eventually(lambda: "Too many open files" in caplog.text, "it is accepted")
+            witness.ping()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        client.settimeout(PATIENCE_SECONDS)
+        client.sendall(p.encode(OBSERVER))
+        assert client.recv(100) == p.encode(p.Welcome(0, b"", 0, 0))
 
 
 def test_stopped_server_hangs_up_and_leaves_nothing(tmp_path: Path, path: Path) -> None:
@@ -504,7 +451,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(config(4, folder / "disk"), folder / "s") as server:
         with contextlib.closing(worker(server.path)):
             yield server
-        eventually(lambda: not server._connections, "a connection is kept")
+        eventually(lambda: not server.clients, "a connection is kept")
         assert server.manager is not None
         server.manager.check()
         assert server.manager.stats().running_puts == 0

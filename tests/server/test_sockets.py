@@ -79,7 +79,7 @@ def test_socket_in_a_directory_that_is_closed_to_us_is_refused(
     monkeypatch.setattr(Path, "lstat", closed)
     monkeypatch.setattr(Path, "exists", closed)
     with pytest.raises(ConfigError, match="is closed to us"):
-        sockets.connect(path, 1.0)
+        sockets.connect(path)
 
 
 @pytest.mark.parametrize("bits", [0o750, 0o701, 0o722])
@@ -111,7 +111,7 @@ def test_directory_that_is_none_is_refused(temp: Path, kind: str) -> None:
 
 def test_socket_of_a_dead_server_is_replaced(path: Path) -> None:
     dead_socket(path)
-    with sockets.listen(path), sockets.connect(path, 1.0) as client:
+    with sockets.listen(path), sockets.connect(path) as client:
         assert sockets.peer_uid(client) == os.getuid()
 
 
@@ -119,7 +119,7 @@ def test_socket_of_a_live_server_is_refused_and_stays(path: Path) -> None:
     with sockets.listen(path):
         with pytest.raises(ConfigError, match=r"a server is running at .* already"):
             sockets.listen(path)
-        sockets.connect(path, 1.0).close()
+        sockets.connect(path).close()
 
 
 def test_file_that_is_no_socket_is_refused_and_stays(path: Path) -> None:
@@ -143,7 +143,7 @@ def test_server_of_another_is_not_talked_to() -> None:
         socket_of_a_stranger() as path,
         pytest.raises(ConfigError, match=f"belongs to uid {NOBODY}, this process is uid 0"),
     ):
-        sockets.connect(path, 1.0)
+        sockets.connect(path)
 
 
 @needs_root
@@ -154,7 +154,7 @@ def test_our_socket_is_closed_to_another() -> None:
 
         def knock() -> str:
             try:
-                sockets.connect(path, 1.0)
+                sockets.connect(path)
             except ConfigError as e:
                 return str(e)
             return "let in"
@@ -165,10 +165,10 @@ def test_our_socket_is_closed_to_another() -> None:
 
 def test_nobody_there_is_an_outage(path: Path) -> None:
     with pytest.raises(ServerUnavailable, match="no server answers"):
-        sockets.connect(path, 1.0)
+        sockets.connect(path)
     dead_socket(path)
     with pytest.raises(ServerUnavailable, match="no server answers"):
-        sockets.connect(path, 1.0)
+        sockets.connect(path)
 
 
 def test_directory_that_is_not_there_is_a_mistake_of_the_operator(tmp_path: Path) -> None:

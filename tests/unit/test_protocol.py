@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.core.errors import ProtocolError
+from kvstrata.core.errors import LimitExceeded, ProtocolError
+from kvstrata.core.keys import as_key_array
 from kvstrata.manager.report import CacheReport, NamespaceReport, TierReport
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
@@ -41,9 +42,9 @@ REQUESTS: list[p.Request] = [
 ]
 REPLIES: list[p.Reply] = [
     p.Welcome(1, b"s" * 16, 4, 4096),
-    p.Task(2, STATUS),
-    p.Tasks(3, [STATUS, TaskStatus(0, TaskState.DONE)]),
-    p.Settled(STATUS),
+    p.Task(2, p.pack(STATUS)),
+    p.Tasks(3, [p.pack(STATUS), p.pack(TaskStatus(0, TaskState.DONE))]),
+    p.Settled(p.pack(STATUS)),
     p.Number(4, 5),
     p.Report(5, REPORT),
     p.Report(6, None),
@@ -135,18 +136,65 @@ def test_damaged_bodies_are_messages_or_protocol_errors(
 
 
 def test_frame_over_the_limit_is_neither_sent_nor_accepted() -> None:
-    assert p.frame_length(b"\x00\x00\x00\x01") == 16 << 20
-    with pytest.raises(ProtocolError, match="a frame of 16777217 bytes exceeds 16777216"):
-        p.frame_length(b"\x01\x00\x00\x01")
-    with pytest.raises(ProtocolError, match="exceeds 16777216"):
-        p.encode(p.GetMatch(0, b"n" * 16, b"k" * (16 << 20)))
+    assert p.frame_length(b"\x00\x00\x80\x00") == 8 << 20
+    with pytest.raises(ProtocolError, match="a frame of 8388609 bytes exceeds 8388608"):
+        p.frame_length(b"\x01\x00\x80\x00")
+    with pytest.raises(LimitExceeded, match="a frame of 8388642 bytes exceeds 8388608"):
+        p.encode(p.GetMatch(0, b"n" * 16, b"k" * (8 << 20)))
+
+
+@pytest.mark.parametrize(
+    ("fits", "too_much"),
+    [
+        (p.Launch([0] * 4096), p.Launch([0] * 4097)),
+        (p.TryWait(1, [0] * 4096), p.TryWait(1, [0] * 4097)),
+        (p.Hello(0, 2, "r" * 256), p.Hello(0, 2, "r" * 257)),
+        (p.Hello(0, 2, "", "s" * 256), p.Hello(0, 2, "", "s" * 257)),
+        (p.Hello(0, 2, "", "", (1 << 40) - 1), p.Hello(0, 2, "", "", 1 << 40)),
+        (p.Hello(0, 2, "", "", 0), p.Hello(0, 2, "", "", -1)),
+        (p.Hello(0, 2, "", rank=(1 << 31) - 1), p.Hello(0, 2, "", rank=1 << 31)),
+        (p.Hello(0, 2, "", world_size=0), p.Hello(0, 2, "", world_size=-1)),
+        (
+            p.Register(b"", {str(n): "" for n in range(256)}),
+            p.Register(b"", {str(n): "" for n in range(257)}),
+        ),
+    ],
+    ids=["Launch", "TryWait", "role", "session", "size", "no-size", "rank", "world", "parts"],
+)
+def test_request_of_more_than_its_limit_is_none(fits: p.Request, too_much: p.Request) -> None:
+    assert p.decode_request(p.encode(fits)[4:]) == fits
+    with pytest.raises(ProtocolError, match="not a request"):
+        p.decode_request(p.encode(too_much)[4:])
+
+
+def test_numbers_of_a_status_are_packed_little_endian() -> None:
+    packed = p.pack(STATUS)
+    assert packed.slots == b"\x03\x00\x00\x00\x01\x00\x00\x00"
+    assert packed.generations == b"\x07" + bytes(14) + b"\x80"
+    assert packed.missing == bytes(4)
+    assert p.unpack(packed) == STATUS
+    empty = p.pack(TaskStatus(0, TaskState.DONE))
+    assert (empty.slots, empty.generations, empty.missing) == (b"", b"", b"")
+    assert p.unpack(empty) == TaskStatus(0, TaskState.DONE)
+
+
+@pytest.mark.parametrize("field", ["slots", "generations", "missing"])
+def test_packed_numbers_that_are_cut_are_a_protocol_error(field: str) -> None:
+    packed = msgspec.structs.replace(p.pack(STATUS), **{field: b"12345"})
+    with pytest.raises(ProtocolError, match="5 bytes are no whole number of"):
+        p.unpack(packed)
 
 
 def test_keys_are_split_where_they_were_joined() -> None:
-    assert p.split_keys(b"") == []
-    assert p.split_keys(b"a" * 32 + b"b" * 32) == [b"a" * 32, b"b" * 32]
+    two = [b"a" * 32, b"b" * 32]
+    assert p.join_keys(two) == p.join_keys(as_key_array(two)) == b"a" * 32 + b"b" * 32
+    assert [row.tobytes() for row in p.split_keys(p.join_keys(two))] == two
+    assert p.split_keys(b"").shape == (0, 32)
     with pytest.raises(ProtocolError, match="33 bytes are no whole number of keys"):
         p.split_keys(b"a" * 33)
+    assert p.split_keys(bytes(131_072 * 32)).shape == (131_072, 32)
+    with pytest.raises(LimitExceeded, match="131073 keys in one request exceed 131072"):
+        p.split_keys(bytes(131_073 * 32))
 
 
 def test_namespace_has_its_length() -> None:

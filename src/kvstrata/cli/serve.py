@@ -150,7 +150,7 @@ def _check(overrides: dict[str, object]) -> list[str]:
     if settings.socket is None:
         return check_machine(settings)
     try:
-        sockets.connect(settings.socket, timeout_seconds=2.0).close()
+        sockets.connect(settings.socket).close()
     except ServerUnavailable as e:
         return [f"{e.args[0]}: the engine will run without a cache until one does"]
     return []

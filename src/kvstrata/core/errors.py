@@ -45,6 +45,12 @@ class ServerUnavailable(KVStrataError, ConnectionError):
     code = "server_unavailable"
 
 
+class LimitExceeded(KVStrataError):
+    """One client asks for more than its share: a lookup is a miss, a save is not made."""
+
+    code = "limit"
+
+
 class ProtocolError(KVStrataError, ValueError):
     """The peer sent a frame that the schema or its limits forbid: close the connection."""
 

@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -19,10 +19,12 @@ from kvstrata.core.errors import (
     FormatError,
     InvariantViolated,
     KVStrataError,
+    LimitExceeded,
     ProtocolError,
     ServerUnavailable,
     TierUnavailable,
 )
+from kvstrata.core.keys import KeyArray
 from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import UNSETTLED, TaskStatus
@@ -31,11 +33,17 @@ from kvstrata.server import sockets
 
 _OUTBOX_BYTES: Final = 8 << 20  # unsent requests to a server that does not read
 _RECEIVE_BYTES: Final = 256 << 10
-_EARLY_NEWS: Final = 1024  # settled tasks whose request is not answered yet
 
 _ERRORS: Final = {
     kind.code: kind
-    for kind in (ConfigError, FormatError, TierUnavailable, ProtocolError, InvariantViolated)
+    for kind in (
+        ConfigError,
+        FormatError,
+        TierUnavailable,
+        LimitExceeded,
+        ProtocolError,
+        InvariantViolated,
+    )
 }
 _R = TypeVar("_R")
 
@@ -57,17 +65,17 @@ class ManagerClient:
     def __init__(self, path: Path, hello: p.Hello, *, timeout_seconds: float = 5.0) -> None:
         """Connect and say *hello*, not waiting for the answer, which is ``self.welcome``."""
         self._timeout_seconds = timeout_seconds
-        self._sock = sockets.connect(path, timeout_seconds)
-        self._sock.setblocking(False)
+        self._sock = sockets.connect(path)
         self._poller = select.poll()
         self._poller.register(self._sock, select.POLLIN)
+        self._polled = select.POLLIN
+        self._takes_descriptors = hello.role == "worker"
         self._outbox = bytearray()
         self._inbox = bytearray()
         self._descriptors: list[int] = []
         self._next_seq = hello.seq
         self._pending: dict[int, Pending] = {}
         self._promoting: dict[int, Pending] = {}
-        self._early: dict[int, TaskStatus] = {}
         self.welcome = self.submit(hello)
 
     # -- without waiting ---------------------------------------------------------------------
@@ -98,14 +106,13 @@ class ManagerClient:
             if not self._outbox or time.monotonic() >= deadline:
                 return False
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1)
+            data = self._receive()
         except BlockingIOError:
             return False
         except OSError as e:
             raise self._lost(str(e)) from e
         if not data:
             raise self._lost("it has hung up")
-        self._descriptors += descriptors
         self._inbox += data
         self._take_frames()
         return True
@@ -130,29 +137,36 @@ class ManagerClient:
     def register_namespace(self, namespace: NamespaceId, parts: Mapping[str, str]) -> None:
         self.submit(p.Register(namespace, dict(parts)))
 
-    def get_match(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> TaskStatus:
-        return self._ask(p.GetMatch(0, namespace, b"".join(keys)), p.Task).status
+    def get_match(self, namespace: NamespaceId, keys: Sequence[BlockKey] | KeyArray) -> TaskStatus:
+        return self._task(p.GetMatch(0, namespace, p.join_keys(keys)))
 
     def put_match(
-        self, namespace: NamespaceId, keys: Sequence[BlockKey], *, parent: BlockKey | None = None
+        self, namespace: NamespaceId, keys: Sequence[BlockKey] | KeyArray, *, parent: BlockKey | None = None
     ) -> TaskStatus:
-        return self._ask(p.PutMatch(0, namespace, b"".join(keys), parent or b""), p.Task).status
+        return self._task(p.PutMatch(0, namespace, p.join_keys(keys), parent or b""))
 
     def launch(self, task_ids: Sequence[int]) -> None:
-        self.submit(p.Launch(list(task_ids)))
+        for part in _parts(task_ids):
+            self.submit(p.Launch(part))
 
     def complete(self, task_ids: Sequence[int]) -> None:
-        self.submit(p.Complete(list(task_ids)))
+        for part in _parts(task_ids):
+            self.submit(p.Complete(part))
 
     def fail(self, task_ids: Sequence[int]) -> None:
-        self.submit(p.Fail(list(task_ids)))
+        for part in _parts(task_ids):
+            self.submit(p.Fail(part))
 
     def cancel(self, task_ids: Sequence[int]) -> None:
-        self.submit(p.Cancel(list(task_ids)))
+        for part in _parts(task_ids):
+            self.submit(p.Cancel(part))
 
     def try_wait(self, task_ids: Sequence[int]) -> dict[int, TaskStatus]:
-        statuses = self._ask(p.TryWait(0, list(task_ids)), p.Tasks).statuses
-        return {status.task_id: status for status in statuses}
+        found: dict[int, TaskStatus] = {}
+        for part in _parts(task_ids):
+            statuses = self._ask(p.TryWait(0, part), p.Tasks).statuses
+            found |= {status.task_id: p.unpack(status) for status in statuses}
+        return found
 
     def wait(self, task_ids: Sequence[int], timeout_seconds: float) -> dict[int, TaskStatus]:
         deadline = time.monotonic() + timeout_seconds
@@ -164,8 +178,8 @@ class ManagerClient:
                 return found
             self.poll(min(left, 0.005))  # news of a settled task ends the wait early
 
-    def prefetch(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> int:
-        return self._ask(p.Prefetch(0, namespace, b"".join(keys)), p.Number).value
+    def prefetch(self, namespace: NamespaceId, keys: Sequence[BlockKey] | KeyArray) -> int:
+        return self._ask(p.Prefetch(0, namespace, p.join_keys(keys)), p.Number).value
 
     def reset(self, namespace: NamespaceId) -> int:
         return self._ask(p.Reset(0, namespace), p.Number).value
@@ -198,6 +212,9 @@ class ManagerClient:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _task(self, request: p.GetMatch | p.PutMatch) -> TaskStatus:
+        return p.unpack(self._ask(request, p.Task).status)
+
     def _ask(self, request: p.Request, kind: type[_R]) -> _R:
         return self._await(self.submit(request), kind, self._timeout_seconds)
 
@@ -220,10 +237,19 @@ class ManagerClient:
             raise self._lost("it was closed")
         self._flush()
         events = select.POLLIN | select.POLLOUT if self._outbox else select.POLLIN
-        self._poller.modify(self._sock, events)
+        if events != self._polled:
+            self._poller.modify(self._sock, events)
+            self._polled = events
         return any(
             event != select.POLLOUT for _, event in self._poller.poll(timeout_seconds * 1000)
         )
+
+    def _receive(self) -> bytes:
+        if not self._takes_descriptors:
+            return self._sock.recv(_RECEIVE_BYTES)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1)
+        self._descriptors += descriptors
+        return data
 
     def _flush(self) -> None:
         while self._outbox:
@@ -231,24 +257,28 @@ class ManagerClient:
                 sent = self._sock.send(self._outbox)
             except BlockingIOError:
                 return
+            except (BrokenPipeError, ConnectionResetError):
+                self._outbox.clear()  # it may have said why: whoever reads that finds the end, too
+                return
             except OSError as e:
                 raise self._lost(str(e)) from e
             del self._outbox[:sent]
 
     def _take_frames(self) -> None:
         start = 0
-        while len(self._inbox) - start >= p.LENGTH.size:
-            header_end = start + p.LENGTH.size
-            end = header_end + p.frame_length(self._inbox[start:header_end])
-            if len(self._inbox) < end:
-                break
-            self._take(p.decode_reply(bytes(self._inbox[header_end:end])))
-            start = end
+        with memoryview(self._inbox) as inbox:
+            while len(inbox) - start >= p.LENGTH.size:
+                header_end = start + p.LENGTH.size
+                end = header_end + p.frame_length(inbox[start:header_end])
+                if len(inbox) < end:
+                    break
+                self._take(p.decode_reply(inbox[header_end:end]))
+                start = end
         del self._inbox[:start]
 
     def _take(self, reply: p.Reply) -> None:
         if isinstance(reply, p.Settled):
-            self._take_settled(reply.status)
+            self._take_settled(p.unpack(reply.status))
             return
         pending = self._pending.pop(reply.seq, None)
         if pending is None:
@@ -256,25 +286,20 @@ class ManagerClient:
         pending.reply = reply
         if not isinstance(reply, p.Task):
             return
-        task_id = reply.status.task_id
-        pending.status = self._early.pop(task_id, reply.status)
+        status = pending.status = p.unpack(reply.status)
         if isinstance(pending, _Abandoned):
-            if task_id:
-                self.submit(p.Cancel([task_id]))
-        elif pending.status.state in UNSETTLED:
-            self._promoting[task_id] = pending
+            if status.task_id:
+                self.submit(p.Cancel([status.task_id]))
+        elif status.state in UNSETTLED:
+            self._promoting[status.task_id] = pending
 
     def _take_settled(self, status: TaskStatus) -> None:
         pending = self._promoting.get(status.task_id)
-        if pending is not None:
-            pending.status = status
-            if status.state not in UNSETTLED:
-                del self._promoting[status.task_id]
-            return
-        # The I/O thread of the server may overtake the answer to the lookup.
-        self._early[status.task_id] = status
-        if len(self._early) > _EARLY_NEWS:
-            del self._early[next(iter(self._early))]
+        if pending is None:
+            return  # launched, given up: nobody waits for it any more
+        pending.status = status
+        if status.state not in UNSETTLED:
+            del self._promoting[status.task_id]
 
     def _lost(self, why: str) -> ServerUnavailable:
         with contextlib.suppress(OSError):
@@ -288,6 +313,12 @@ class _Abandoned(Pending):
     __slots__ = ()
 
 
+def _parts(task_ids: Sequence[int]) -> Iterator[list[int]]:
+    """*task_ids* in as many pieces as they need requests."""
+    for start in range(0, len(task_ids), p.MAX_TASK_IDS):
+        yield list(task_ids[start : start + p.MAX_TASK_IDS])
+
+
 def refusal(refused: p.Refused) -> KVStrataError:
     """The exception that the server raised, as one of ours."""
     kind: Callable[..., KVStrataError] = _ERRORS.get(refused.code, KVStrataError)
@@ -299,5 +330,9 @@ def observe(path: Path, *, timeout_seconds: float = 5.0) -> ManagerClient:
     client = ManagerClient(
         path, p.Hello(0, p.PROTOCOL_VERSION, "observer"), timeout_seconds=timeout_seconds
     )
-    client.wait_welcome(timeout_seconds)
+    try:
+        client.wait_welcome(timeout_seconds)
+    except KVStrataError:
+        client.close()
+        raise
     return client

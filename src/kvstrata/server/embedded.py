@@ -20,6 +20,8 @@ from kvstrata.server.sockets import remove_dead_sockets
 
 _log = logging.getLogger(__name__)
 
+_LAUNCH_SECONDS = 1.0  # then what starts the server has ended, and leaves no zombie
+
 
 class EmbeddedServer:
     """A server process that ends with this one, however this one ends.
@@ -70,8 +72,9 @@ class EmbeddedServer:
 
     def close(self) -> None:
         """Cut the lifeline. The server ends by itself once all is on disk."""
-        self._launcher.poll()
         _close_pipes(self._launcher)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(_LAUNCH_SECONDS)
 
     def _launch(self) -> None:
         self._started_at = time.monotonic()

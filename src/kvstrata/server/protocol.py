@@ -6,18 +6,31 @@ arrays tagged with their name. A request with a ``seq`` is answered by one messa
 """
 
 import struct
-from typing import Final
+from collections.abc import Sequence
+from typing import Annotated, Final
 
 import msgspec
+import numpy as np
 
-from kvstrata.core.errors import ProtocolError
+from kvstrata.core.errors import LimitExceeded, ProtocolError
+from kvstrata.core.keys import KeyArray
 from kvstrata.core.types import BLOCK_KEY_BYTES, EXACT, NAMESPACE_ID_BYTES, BlockKey, NamespaceId
 from kvstrata.manager.report import CacheReport
-from kvstrata.manager.tasks import TaskStatus
+from kvstrata.manager.tasks import TaskState, TaskStatus
 
-PROTOCOL_VERSION: Final = 1
-MAX_FRAME_BYTES: Final = 16 << 20
+PROTOCOL_VERSION: Final = 2
+MAX_FRAME_BYTES: Final = 8 << 20
+MAX_KEYS: Final = 131_072  # in one request
+MAX_TASK_IDS: Final = 4096  # in one request
+MAX_PARTS_BYTES: Final = 64 << 10  # of a namespace, as text
 LENGTH: Final = struct.Struct("<I")
+
+_Text = Annotated[str, msgspec.Meta(max_length=256)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_TaskIds = Annotated[list[int], msgspec.Meta(max_length=MAX_TASK_IDS)]
+_Parts = Annotated[dict[str, str], msgspec.Meta(max_length=256)]
+_Indices = np.dtype("<i4")
+_Generations = np.dtype("<u8")
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
@@ -28,13 +41,13 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
     seq: int
     version: int
-    role: str
-    session: str = ""
-    block_bytes: int = 0
+    role: _Text
+    session: _Text = ""
+    block_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
     persistent: bool = True  # whether keys mean the same in the next process
-    rank: int = 0
-    world_size: int = 1
-    block_format: str = EXACT
+    rank: _Count = 0
+    world_size: _Count = 1
+    block_format: _Text = EXACT
 
 
 class Mapped(msgspec.Struct, tag=True, array_like=True):
@@ -47,7 +60,7 @@ class Register(msgspec.Struct, tag=True, array_like=True):
     """*parts* are what the fingerprint *namespace* stands for; ``inspect`` shows them."""
 
     namespace: bytes
-    parts: dict[str, str]
+    parts: _Parts
 
 
 class GetMatch(msgspec.Struct, tag=True, array_like=True):
@@ -64,24 +77,24 @@ class PutMatch(msgspec.Struct, tag=True, array_like=True):
 
 
 class Launch(msgspec.Struct, tag=True, array_like=True):
-    task_ids: list[int]
+    task_ids: _TaskIds
 
 
 class Complete(msgspec.Struct, tag=True, array_like=True):
-    task_ids: list[int]
+    task_ids: _TaskIds
 
 
 class Fail(msgspec.Struct, tag=True, array_like=True):
-    task_ids: list[int]
+    task_ids: _TaskIds
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):
-    task_ids: list[int]
+    task_ids: _TaskIds
 
 
 class TryWait(msgspec.Struct, tag=True, array_like=True):
     seq: int
-    task_ids: list[int]
+    task_ids: _TaskIds
 
 
 class Prefetch(msgspec.Struct, tag=True, array_like=True):
@@ -137,20 +150,33 @@ class Welcome(msgspec.Struct, tag=True, array_like=True):
     slot_bytes: int
 
 
+class Status(msgspec.Struct, array_like=True, frozen=True):
+    """``TaskStatus`` with its numbers packed: ``pack`` and ``unpack``."""
+
+    task_id: int
+    state: TaskState
+    slots: bytes  # int32, little-endian, one after another
+    generations: bytes  # uint64
+    missing: bytes  # int32
+    matched_blocks: int
+    disk_blocks: int
+    remote_blocks: int
+
+
 class Task(msgspec.Struct, tag=True, array_like=True):
     seq: int
-    status: TaskStatus
+    status: Status
 
 
 class Tasks(msgspec.Struct, tag=True, array_like=True):
     seq: int
-    statuses: list[TaskStatus]
+    statuses: list[Status]
 
 
 class Settled(msgspec.Struct, tag=True, array_like=True):
-    """The promotions of a get task of this connection have all ended."""
+    """The promotions of a get task of this connection have all ended; never before its ``Task``."""
 
-    status: TaskStatus
+    status: Status
 
 
 class Number(msgspec.Struct, tag=True, array_like=True):
@@ -166,7 +192,10 @@ class Report(msgspec.Struct, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """The request of *seq* was not carried out; ``code`` is that of the error."""
+    """The request of *seq* was not carried out; ``code`` is that of the error.
+
+    A client that is not even let in is told so with *seq* 0.
+    """
 
     seq: int
     code: str
@@ -183,10 +212,10 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """The frame of *message*; raises ``ProtocolError`` if it is over the limit."""
+    """The frame of *message*; raises ``LimitExceeded`` if it is too long for one."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
+        raise LimitExceeded(f"a frame of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
 
 
@@ -224,8 +253,57 @@ def checked_parent(parent: bytes) -> BlockKey | None:
     return parent or None
 
 
-def split_keys(keys: bytes) -> list[BlockKey]:
-    """The keys that were joined; raises ``ProtocolError`` if there is a piece left."""
+def split_keys(keys: bytes) -> KeyArray:
+    """The keys that were joined, not copied.
+
+    Raises ``ProtocolError`` if there is a piece left, ``LimitExceeded`` if they are too many.
+    """
     if len(keys) % BLOCK_KEY_BYTES:
         raise ProtocolError(f"{len(keys)} bytes are no whole number of keys")
-    return [keys[i : i + BLOCK_KEY_BYTES] for i in range(0, len(keys), BLOCK_KEY_BYTES)]
+    count = len(keys) // BLOCK_KEY_BYTES
+    if count > MAX_KEYS:
+        raise LimitExceeded(f"{count} keys in one request exceed {MAX_KEYS}")
+    return np.frombuffer(keys, np.uint8).reshape(count, BLOCK_KEY_BYTES)
+
+
+def join_keys(keys: Sequence[BlockKey] | KeyArray) -> bytes:
+    """*keys* as a request has them."""
+    return keys.tobytes() if isinstance(keys, np.ndarray) else b"".join(keys)
+
+
+def pack(status: TaskStatus) -> Status:
+    return Status(
+        status.task_id,
+        status.state,
+        _packed(status.slots, _Indices),
+        _packed(status.generations, _Generations),
+        _packed(status.missing, _Indices),
+        status.matched_blocks,
+        status.disk_blocks,
+        status.remote_blocks,
+    )
+
+
+def unpack(status: Status) -> TaskStatus:
+    """What ``pack`` was given; raises ``ProtocolError`` if bytes are left over."""
+    return TaskStatus(
+        status.task_id,
+        status.state,
+        _unpacked(status.slots, _Indices),
+        _unpacked(status.generations, _Generations),
+        _unpacked(status.missing, _Indices),
+        status.matched_blocks,
+        status.disk_blocks,
+        status.remote_blocks,
+    )
+
+
+def _packed(numbers: Sequence[int], dtype: np.dtype[np.generic]) -> bytes:
+    return np.asarray(numbers, dtype).tobytes() if len(numbers) else b""
+
+
+def _unpacked(data: bytes, dtype: np.dtype[np.generic]) -> list[int]:
+    if len(data) % dtype.itemsize:
+        raise ProtocolError(f"{len(data)} bytes are no whole number of {dtype}")
+    found: list[int] = np.frombuffer(data, dtype).tolist()
+    return found

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 
+_BACKLOG: Final = 1024  # connections that wait to be accepted
 _NAME_CHARACTERS: Final = 40  # of a socket without its suffix: a path holds 107 bytes
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED, man 7 unix
 
@@ -63,7 +64,7 @@ def listen(path: Path) -> socket.socket:
     previous = os.umask(0o177)
     try:
         sock.bind(str(path))
-        sock.listen(64)
+        sock.listen(_BACKLOG)
     except OSError as e:
         sock.close()
         raise ConfigError(
@@ -75,13 +76,14 @@ def listen(path: Path) -> socket.socket:
     return sock
 
 
-def connect(path: Path, timeout_seconds: float) -> socket.socket:
-    """A connection to the server at *path*, which must run under this user.
+def connect(path: Path) -> socket.socket:
+    """A non-blocking connection to the server at *path*, which must run under this user.
 
-    Raises ``ServerUnavailable`` if nobody answers, ``ConfigError`` if it is somebody else's.
+    Never waits. Raises ``ServerUnavailable`` if nobody answers, or too many others wait to be
+    accepted, and ``ConfigError`` if it is somebody else's.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout_seconds)
+    sock.setblocking(False)
     try:
         sock.connect(str(path))
         owner = peer_uid(sock)

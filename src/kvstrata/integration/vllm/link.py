@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import KVStrataError, ProtocolError
+from kvstrata.core.errors import KVStrataError, LimitExceeded, ProtocolError
 from kvstrata.core.types import NamespaceId
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient, Pending, refusal
@@ -15,6 +15,9 @@ from kvstrata.server.embedded import EmbeddedServer
 _log = logging.getLogger(__name__)
 
 _NO_SERVER: Final = b""
+_OWED_RESETS: Final = (
+    64  # an engine's later namespaces have random names: nobody asks for them again
+)
 _WORKERS_SECONDS: Final = 1.0  # they look every 50 ms; without them the engine starts all the same
 _WORKERS_POLL_SECONDS: Final = 0.01
 
@@ -40,6 +43,7 @@ class CacheLink:
         self._probe: Pending | None = None  # outstanding while the server is too slow
         self._next_try = 0.0
         self._told = ""
+        self._first_namespace: NamespaceId | None = None  # of which there may be old blocks
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
         self._resets: dict[NamespaceId, Pending | None] = {}  # until they are answered
 
@@ -84,11 +88,14 @@ class CacheLink:
             self._drop(e)
 
     def submit(self, request: p.Request) -> Pending | None:
-        """Send *request* if there is a server."""
+        """Send *request* if there is a server, and it is not too long to be sent."""
         if self._client is None or not self._welcomed:
             return None
         try:
             return self._client.submit(request)
+        except LimitExceeded as e:
+            _log.warning("going on without the cache for one request: %s", e)
+            return None
         except KVStrataError as e:
             self._drop(e)
             return None
@@ -109,12 +116,20 @@ class CacheLink:
 
     def register(self, namespace: NamespaceId, parts: dict[str, str]) -> None:
         """Blocks of *namespace* follow; every server is told what it stands for."""
+        self._first_namespace = self._first_namespace or namespace
         self._namespaces = {namespace: parts}
         self.submit(p.Register(namespace, parts))
 
     def reset(self, namespace: NamespaceId) -> None:
-        """Drop *namespace*, now or as soon as there is a server; asked until it is answered."""
+        """Drop *namespace*, now or as soon as there is a server; asked until it is answered.
+
+        Of many that are owed the first ever registered and the latest are dropped.
+        """
+        self._resets.pop(namespace, None)
         self._resets[namespace] = self.submit(p.Reset(0, namespace))
+        if len(self._resets) > _OWED_RESETS:
+            oldest = (n for n in self._resets if n != self._first_namespace)
+            del self._resets[next(oldest)]
 
     def close(self) -> None:
         if self._client is not None:
@@ -155,7 +170,7 @@ class CacheLink:
         self.server_id = reply.server_id
         _log.info("connected to the cache server at %s", self._path)
         for namespace in self._resets:
-            self.reset(namespace)
+            self._resets[namespace] = self.submit(p.Reset(0, namespace))
         for namespace, parts in self._namespaces.items():
             self.submit(p.Register(namespace, parts))
 

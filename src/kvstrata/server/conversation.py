@@ -1,0 +1,309 @@
+"""What one client may ask, in which order, and the answers. Nothing here waits for anything."""
+
+import heapq
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from kvstrata.core.config import Config
+from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded, ProtocolError
+from kvstrata.core.types import BlockFormat
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.report import CacheReport, NamespaceReport
+from kvstrata.manager.tasks import TaskStatus
+from kvstrata.server import protocol as p
+from kvstrata.server.complaints import Complaints
+from kvstrata.server.held_tasks import HeldTasks, blocks_of
+from kvstrata.server.limits import Limits
+
+T = TypeVar("T")
+_QUESTIONS: Final = (p.GetMatch, p.PutMatch, p.TryWait, p.Stats, p.Workers, p.Ping)
+_ROLES: Final = frozenset({"engine", "worker", "observer"})
+
+
+class Host(Protocol):
+    """What a conversation needs of its server."""
+
+    config: Config
+    limits: Limits
+    complaints: Complaints
+
+    @property
+    def manager(self) -> KVManager | None: ...
+
+    def open(self, block_bytes: int, block_format: BlockFormat) -> KVManager:
+        """Waits for disks unless there is a manager."""
+        ...
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have *call* made on the server's thread; thread-safe."""
+        ...
+
+    def submit(self, work: Callable[[], T], done: Callable[[T | KVStrataError], None]) -> None:
+        """Have *work* done on a thread that may wait, and *done* be called with what came of it."""
+        ...
+
+
+class Conversation:
+    """One client: from its hello to its end."""
+
+    def __init__(
+        self,
+        host: Host,
+        send: Callable[[bytes, tuple[int, ...]], None],
+        resumed: Callable[[], None],
+    ) -> None:
+        """*send* takes frames, and descriptors that go with the first.
+
+        *resumed* is called when ``is_waiting`` has become false.
+        """
+        self._host = host
+        self._send_frame = send
+        self._resumed = resumed
+        self._hello: p.Hello | None = None
+        self._manager: KVManager | None = None
+        self._owner: int | None = None
+        self._is_over = False
+        self.is_waiting = False  # for disks: the client's next request has to wait too
+        self._held = HeldTasks(host.limits, lambda ids: self._cache().try_wait(ids))
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            p.Hello: self._on_hello,
+            p.Mapped: self._on_mapped,
+            p.Register: self._on_register,
+            p.GetMatch: self._on_get_match,
+            p.PutMatch: self._on_put_match,
+            p.Launch: self._on_launch,
+            p.Complete: self._on_complete,
+            p.Fail: self._on_fail,
+            p.Cancel: self._on_cancel,
+            p.TryWait: self._on_try_wait,
+            p.Prefetch: self._on_prefetch,
+            p.Reset: self._on_reset,
+            p.Stats: self._on_stats,
+            p.Workers: lambda r: self._send(p.Number(r.seq, self._cache().workers(self._me()))),
+            p.Ping: lambda r: self._send(p.Number(r.seq, 0)),
+        }
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has said hello."""
+        return self._hello is not None
+
+    def take(self, body: bytes, *, is_deaf: bool) -> None:
+        """Answer the request *body*; raises ``ProtocolError`` if the client cannot be talked to.
+
+        To a client that *is_deaf*, what it only asked for the answer is of no use any more.
+        """
+        request = p.decode_request(body)
+        if is_deaf and isinstance(request, _QUESTIONS):
+            return
+        if self._hello is None and not isinstance(request, p.Hello):
+            raise ProtocolError("no hello came first")
+        try:
+            self._handlers[type(request)](request)
+        except ProtocolError:
+            raise
+        except KVStrataError as e:
+            self._refuse(request, e)
+
+    def end(self) -> None:
+        """The client has gone: release all that it held."""
+        self._is_over = True
+        if self._manager and self._owner is not None:
+            self._manager.disconnect(self._owner)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def _on_hello(self, hello: p.Hello) -> None:
+        if self._hello is not None:
+            raise ProtocolError("a second hello")
+        if hello.version != p.PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the client speaks protocol {hello.version}, this server {p.PROTOCOL_VERSION}",
+                hint="install the same version of kvstrata on both sides",
+            )
+        if hello.role not in _ROLES:
+            raise ProtocolError(f"unknown role {hello.role!r}")
+        self._hello = hello
+        if hello.role == "observer":
+            self._manager = self._host.manager
+            self._send(p.Welcome(hello.seq, b"", 0, 0))
+            return
+        if hello.block_bytes < 1 or hello.world_size < 1:
+            raise ProtocolError("blocks without bytes, or an engine without workers")
+        open_tiers = partial(self._host.open, hello.block_bytes, hello.block_format)
+        if self._host.manager is None:
+            self._later(hello, open_tiers, partial(self._admit, hello))
+        else:
+            self._admit(hello, open_tiers())
+
+    def _admit(self, hello: p.Hello, manager: KVManager) -> None:
+        if hello.role == "engine":
+            lasting = self._host.config.lasting_tiers
+            if not hello.persistent and lasting:
+                raise ConfigError(
+                    "the engine's block hashes or weights cannot be told apart in its next life, "
+                    f"and this server has a {lasting[0].kind} tier",
+                    hint="see the engine's log for the setting to change, or use a server "
+                    "with host memory alone",
+                )
+            self._owner = manager.connect_engine(hello.session, hello.world_size)
+        self._manager = manager
+        mapping = manager.memory.mapping
+        welcome = p.Welcome(hello.seq, manager.server_id, mapping.slots, mapping.slot_bytes)
+        self._send(welcome, (mapping.fd,) if hello.role == "worker" else ())
+
+    def _on_mapped(self, request: p.Mapped) -> None:
+        hello = self._hello
+        if hello is None or hello.role != "worker" or self._owner is not None:
+            raise ProtocolError("mapped is for workers, once, after hello")
+        self._owner = self._cache().connect_worker(hello.session, hello.rank)
+        self._send(p.Number(request.seq, 0))
+
+    def _on_register(self, request: p.Register) -> None:
+        namespace = p.checked_namespace(request.namespace)
+        if sum(len(k) + len(v) for k, v in request.parts.items()) > p.MAX_PARTS_BYTES:
+            raise LimitExceeded(
+                f"what namespace {namespace.hex()} stands for takes more than "
+                f"{p.MAX_PARTS_BYTES} bytes and is not kept"
+            )
+        self._cache().register_namespace(namespace, request.parts)
+
+    def _on_get_match(self, request: p.GetMatch) -> None:
+        namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
+        me, cache = self._me(), self._cache()
+        self._held.check()
+        status = cache.get_match(namespace, keys, owner=me, settled=self._on_settled)
+        self._held.add(status.task_id, blocks_of(status, len(keys)))
+        self._send(p.Task(request.seq, p.pack(status)))
+
+    def _on_settled(self, status: TaskStatus) -> None:
+        """On an I/O thread, or within ``get_match``: the news are sent after the answer to that."""
+        self._host.post(lambda: self._tell(status))
+
+    def _tell(self, status: TaskStatus) -> None:
+        if not self._is_over:
+            self._send(p.Settled(p.pack(status)))
+
+    def _on_put_match(self, request: p.PutMatch) -> None:
+        namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
+        parent = p.checked_parent(request.parent)
+        me, cache = self._me(), self._cache()
+        self._held.check()
+        status = cache.put_match(namespace, keys, parent=parent, owner=me)
+        self._held.add(status.task_id, len(status.slots))
+        self._send(p.Task(request.seq, p.pack(status)))
+
+    def _on_launch(self, request: p.Launch) -> None:
+        me = self._me()
+        self._held.launched(request.task_ids)
+        self._cache().launch(request.task_ids, owner=me)
+
+    def _on_complete(self, request: p.Complete) -> None:
+        me = self._me()
+        self._held.completed(request.task_ids)
+        self._cache().complete(request.task_ids, owner=me)
+
+    def _on_fail(self, request: p.Fail) -> None:
+        me = self._me()
+        self._held.failed(request.task_ids)
+        self._cache().fail(request.task_ids, owner=me)
+
+    def _on_cancel(self, request: p.Cancel) -> None:
+        me = self._me()
+        self._held.cancelled(request.task_ids)
+        self._cache().cancel(request.task_ids, owner=me)
+
+    def _on_try_wait(self, request: p.TryWait) -> None:
+        self._me()
+        statuses: list[p.Status] = []
+        answer_bytes = 0
+        for task_id in dict.fromkeys(request.task_ids):
+            for status in self._cache().try_wait([task_id]).values():
+                statuses.append(p.pack(status))
+                answer_bytes += len(statuses[-1].slots) + len(statuses[-1].generations)
+            if answer_bytes > self._host.limits.tasks_answer_bytes:
+                raise LimitExceeded("the answer would be too long", hint="ask for fewer tasks")
+        self._send(p.Tasks(request.seq, statuses))
+
+    def _on_prefetch(self, request: p.Prefetch) -> None:
+        namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
+        me, cache = self._me(), self._cache()
+        self._held.check()
+        task_id = cache.prefetch(namespace, keys, owner=me)
+        self._held.add(task_id, len(keys))
+        self._send(p.Number(request.seq, task_id))
+
+    def _on_reset(self, request: p.Reset) -> None:
+        namespace = p.checked_namespace(request.namespace)
+        self._later(
+            request,
+            partial(self._cache().reset, namespace),
+            lambda dropped: self._send(p.Number(request.seq, dropped)),
+        )
+
+    def _on_stats(self, request: p.Stats) -> None:
+        manager = self._host.manager
+        self._send(p.Report(request.seq, self._shortened(manager.stats()) if manager else None))
+
+    # -- plumbing ----------------------------------------------------------------------------
+
+    def _later(
+        self, request: p.Request, work: Callable[[], T], answer: Callable[[T], None]
+    ) -> None:
+        """Have *work* done where it may wait; until *answer* this client's next request waits."""
+
+        def done(outcome: T | KVStrataError) -> None:
+            self.is_waiting = False
+            if self._is_over:
+                return
+            try:
+                if isinstance(outcome, KVStrataError):
+                    raise outcome
+                answer(outcome)
+            except KVStrataError as e:
+                self._refuse(request, e)
+            self._resumed()
+
+        self.is_waiting = True
+        self._host.submit(work, done)
+
+    def _shortened(self, report: CacheReport) -> CacheReport:
+        """*report* with no more namespaces, and no more of what they stand for, than fits."""
+        limits = self._host.limits
+        shown = report.namespaces
+        if len(shown) > limits.shown_namespaces:
+            shown = heapq.nlargest(limits.shown_namespaces, shown, key=lambda n: n.blocks)
+        left_bytes = limits.shown_parts_bytes
+        report.namespaces = []
+        for namespace in shown:
+            left_bytes -= sum(len(k) + len(v) for k, v in namespace.parts.items())
+            report.namespaces.append(namespace if left_bytes >= 0 else _without_parts(namespace))
+        return report
+
+    def _cache(self) -> KVManager:
+        if self._manager is None:
+            raise ProtocolError("the hello was that of an observer, or was refused")
+        return self._manager
+
+    def _me(self) -> int:
+        if self._owner is None:
+            raise ProtocolError("only an engine has tasks")
+        return self._owner
+
+    def _refuse(self, request: p.Request, error: KVStrataError) -> None:
+        seq = getattr(request, "seq", None)
+        if seq is None:
+            self._host.complaints.warn("a request failed: %s", error)
+            return
+        message = str(error.args[0]) if error.args else str(error)
+        self._send(p.Refused(seq, error.code, message, error.hint))
+
+    def _send(self, reply: p.Reply, descriptors: tuple[int, ...] = ()) -> None:
+        self._send_frame(p.encode(reply), descriptors)
+
+
+def _without_parts(namespace: NamespaceReport) -> NamespaceReport:
+    return NamespaceReport(
+        namespace.namespace, {}, namespace.blocks, namespace.host_blocks, namespace.disk_blocks
+    )
