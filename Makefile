@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test lint format unit bench-vllm-hit clean
+.PHONY: help .venv demo test lint format unit fuzz bench-vllm-hit clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -44,6 +44,11 @@ format: .venv ## Let ruff fix and format the code
 
 unit: .venv ## The fast tests: no engine, no network
 	$(BIN)/pytest tests/unit
+
+SECONDS_OF_FUZZING ?= 60
+fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
+	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz.fuzz_frames -max_total_time=$(SECONDS_OF_FUZZING) \
+		-max_len=1024 -len_control=0
 
 bench-vllm-hit: .venv ## Time to first token in vLLM, with and without a cache hit
 	$(BIN)/python bench/vllm_hit.py
