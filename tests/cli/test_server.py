@@ -117,6 +117,34 @@ def test_stats_and_inspect_show_what_an_engine_has_saved_and_found(place: Path) 
     ]
 
 
+def test_inspect_explains_what_was_decided_for_a_request(place: Path) -> None:
+    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
+        keys = save(engine, 3)
+        found = engine.get_match(NAMESPACE, keys, request="cmpl-7")
+        engine.cancel([found.task_id])
+        engine.ping()
+        shown = printed("inspect", "--socket", str(path), "--explain", "cmpl-7")
+        as_json = printed("inspect", "--socket", str(path), "--explain", "cmpl-7", "--json")
+        unknown = kvstrata("inspect", "--socket", str(path), "--explain", "cmpl-8")
+    assert shown.splitlines()[-1].split()[1:] == [
+        "load",
+        "3",
+        "3",
+        "0",
+        "0",
+        "3",
+        "0.0",
+        "all",
+        "of",
+        "it",
+    ]
+    (server,) = json.loads(as_json)["servers"]
+    (decision,) = server["decisions"]
+    assert (decision["request"], decision["taken_blocks"]) == ("cmpl-7", 3)
+    assert unknown.returncode == 1
+    assert "no server has decided anything for 'cmpl-8'" in unknown.stderr
+
+
 def test_without_a_socket_every_live_server_of_the_user_is_shown(place: Path) -> None:
     from kvstrata.server.sockets import runtime_directory
 

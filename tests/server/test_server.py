@@ -484,3 +484,39 @@ def test_noise_of_one_client_harms_no_other(fuzzed: Server, script: list[bytes])
         report = honest.stats()
         assert report is not None
         assert report.tiers[0].capacity_blocks == 4
+
+
+def test_decisions_can_be_asked_for_by_request(path: Path) -> None:
+    with serving(config(4), path):
+        client, half = engine(path), worker(path)
+        put = client.put_match(ALICE, keys(1, 2), request="r1")
+        client.launch([put.task_id])
+        client.complete([put.task_id])
+        client.submit(p.Measured(100.0))
+        get = client.get_match(ALICE, keys(1, 2, 3), request="r1")
+        with contextlib.closing(observe(path)) as operator:
+            saved, loaded = operator.explain("r1")
+            assert operator.explain("r2") == []
+        assert (saved.kind, saved.asked_blocks, saved.taken_blocks) == ("put", 2, 2)
+        assert (loaded.kind, loaded.asked_blocks, loaded.host_blocks) == ("get", 3, 2)
+        assert (loaded.taken_blocks, loaded.reason) == (2, "all")
+        assert loaded.recompute_seconds == pytest.approx(0.02)
+        assert loaded.task_id == get.task_id
+        client.close()
+        half.close()
+
+
+def test_operator_can_pin(path: Path) -> None:
+    with serving(config(4), path):
+        client, half = engine(path), worker(path)
+        put = client.put_match(ALICE, keys(1, 2))
+        client.launch([put.task_id])
+        client.complete([put.task_id])
+        with contextlib.closing(observe(path)) as operator:
+            number, blocks = operator.pin(ALICE, keys(1, 2), 60.0)
+            assert blocks == 2
+        with contextlib.closing(observe(path)) as operator:
+            assert operator.unpin(number)
+            assert not operator.unpin(number)
+        client.close()
+        half.close()

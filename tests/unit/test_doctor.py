@@ -20,9 +20,9 @@ from kvstrata.cli.doctor import doctor
 from kvstrata.cli.round_trip import round_trip
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
-from kvstrata.core.keys import as_key_array
+from kvstrata.core.keys import Keys, as_key_array
 from kvstrata.core.tiers import DiskTier, HostTier
-from kvstrata.manager.manager import Keys, KVManager
+from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskStatus
 
 MIB = 2**20

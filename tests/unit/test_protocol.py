@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvstrata.core.errors import LimitExceeded, ProtocolError
 from kvstrata.core.keys import as_key_array
+from kvstrata.manager.decisions import Decision
 from kvstrata.manager.report import CacheReport, NamespaceReport, TierReport
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
@@ -28,7 +29,11 @@ REQUESTS: list[p.Request] = [
     p.Mapped(2),
     p.Register(b"n" * 16, {"model": "m"}),
     p.GetMatch(3, b"n" * 16, b"k" * 64),
-    p.PutMatch(4, b"n" * 16, b"k" * 64, b""),
+    p.PutMatch(4, b"n" * 16, b"k" * 64, b"", "cmpl-1"),
+    p.Measured(12.5),
+    p.Explain(5, "cmpl-1"),
+    p.Pin(6, b"n" * 16, b"k" * 64, 60.0),
+    p.Unpin(7, 3),
     p.Launch([1, 2]),
     p.Complete([]),
     p.Fail([2**40]),
@@ -48,6 +53,8 @@ REPLIES: list[p.Reply] = [
     p.Number(4, 5),
     p.Report(5, REPORT),
     p.Report(6, None),
+    p.Explained(8, [Decision(1.5, "get", "r", "6162", 9, 4, reason="all", recompute_seconds=0.5)]),
+    p.Pinned(9, 2, 7),
     p.Refused(7, "config", "no", None),
 ]
 
@@ -139,7 +146,7 @@ def test_frame_over_the_limit_is_neither_sent_nor_accepted() -> None:
     assert p.frame_length(b"\x00\x00\x80\x00") == 8 << 20
     with pytest.raises(ProtocolError, match="a frame of 8388609 bytes exceeds 8388608"):
         p.frame_length(b"\x01\x00\x80\x00")
-    with pytest.raises(LimitExceeded, match="a frame of 8388642 bytes exceeds 8388608"):
+    with pytest.raises(LimitExceeded, match="a frame of 8388643 bytes exceeds 8388608"):
         p.encode(p.GetMatch(0, b"n" * 16, b"k" * (8 << 20)))
 
 

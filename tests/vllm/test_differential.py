@@ -60,6 +60,7 @@ def subject(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "tiers": tiers.format(folder / "disk"),
+            "recompute": "never",  # what is reused is to depend on the blocks alone
             "tokens_per_block": times * BLOCK_SIZE,
             # The server shares two cores with everybody: slow must not be a miss here.
             "lookup_timeout_seconds": 30,

@@ -61,6 +61,7 @@ def _engine(model: Path, folder: Path, name: str) -> Engine:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "tiers": f"host:64MiB | disk:{folder}/kv:1GiB",
+            "recompute": "never",  # what is reused is to depend on the blocks alone
             "tokens_per_block": TOKENS_PER_BLOCK,
             "lookup_timeout_seconds": 30,
             "load_timeout_seconds": 30,

@@ -113,7 +113,11 @@ def embedded(
         "kv_role": "kv_both",
         "engine_id": name,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": f"host:64MiB | disk:{folder}/kv:1GiB", **TIMEOUTS},
+        "kv_connector_extra_config": {
+            "tiers": f"host:64MiB | disk:{folder}/kv:1GiB",
+            "recompute": "never",
+            **TIMEOUTS,
+        },
     }
     with Engine(tiny_llama, folder / "vllm.log", transfer) as engine:
         bench = Bench(engine, oracle, seed=1)

@@ -27,6 +27,7 @@ _PATIENT: Final = {  # on a busy machine too a hit is to hit; how long it takes 
     "lookup_timeout_seconds": 5.0,
     "load_timeout_seconds": 30.0,
     "save_timeout_seconds": 30.0,
+    "recompute": "never",
 }
 _LOOKUP: Final = "kvstrata_lookup_blocks_total{{tier={}}}"
 

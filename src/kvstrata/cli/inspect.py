@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kvstrata.cli.explain import ExplainOption, show_decisions
 from kvstrata.cli.reporting import JsonFlag, plain_table, reported
 from kvstrata.cli.servers import SocketOption, as_plain, look_at, print_views
 from kvstrata.core.units import human_bytes
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 
-def inspect(socket: SocketOption = None, *, as_json: JsonFlag = False) -> None:
+def inspect(
+    socket: SocketOption = None, *, explain: ExplainOption = None, as_json: JsonFlag = False
+) -> None:
     """Show namespaces with what they stand for, their blocks in each tier, and engines.
 
-    Exits with 1 if no server answers.
+    Exits with 1 if no server answers, or with --explain if none knows the request.
     """
     with reported():
+        if explain is not None:
+            show_decisions(socket, explain, as_json=as_json)
+            return
         views = look_at(socket)
         if as_json:
             typer.echo(json.dumps(as_plain(views), indent=2))

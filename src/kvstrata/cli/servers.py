@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvstrata.manager.report import CacheReport
+    from kvstrata.server.client import ManagerClient
 
-__all__ = ["ServerView", "SocketOption", "as_plain", "look_at", "print_views"]
+__all__ = ["ServerView", "SocketOption", "as_plain", "ask", "look_at", "print_views"]
 
 _ANSWER_SECONDS: Final = 3.0
+
+T = TypeVar("T")
 
 SocketOption = Annotated[
     Path | None,
@@ -34,19 +37,24 @@ class ServerView(NamedTuple):
 
 
 def look_at(socket: Path | None) -> list[ServerView]:
-    """Return the server at *socket*, or all live ones of the runtime directory.
+    """Return what the server at *socket* reports, or all live ones of the runtime directory.
 
     Raises ``ServerUnavailable`` if there is none.
     """
+    return [ServerView(path, report) for path, report in ask(socket, lambda c: c.stats())]
+
+
+def ask(socket: Path | None, question: Callable[["ManagerClient"], T]) -> list[tuple[Path, T]]:
+    """Return the answers of the server at *socket*, or of all live ones; raises as ``look_at``."""
     from kvstrata.server.sockets import runtime_directory
 
     if socket is not None:
-        return [_ask(socket)]
+        return [(socket, _ask(socket, question))]
     directory = runtime_directory()
     found = []
     for path in sorted(directory.glob("*.sock")):
         try:
-            found.append(_ask(path))
+            found.append((path, _ask(path, question)))
         except ServerUnavailable:  # its server was killed
             continue
     if not found:
@@ -86,8 +94,8 @@ def print_views(
             print_report(console, report)
 
 
-def _ask(socket: Path) -> ServerView:
+def _ask(socket: Path, question: Callable[["ManagerClient"], T]) -> T:
     from kvstrata.server.client import observe
 
     with closing(observe(socket, timeout_seconds=_ANSWER_SECONDS)) as client:
-        return ServerView(socket, client.stats())
+        return question(client)

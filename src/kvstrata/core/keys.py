@@ -12,6 +12,9 @@ from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
 KeyArray = NDArray[np.uint8]
 """Block keys, one a row: shape ``(n, BLOCK_KEY_BYTES)``, C-contiguous."""
 
+Keys = Sequence[BlockKey] | KeyArray
+"""Block keys in prompt order, as whoever asks has them."""
+
 BlockIds = NDArray[np.int32]
 """Numbers under which a table knows blocks."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.keys import KeyArray, as_key_array
+from kvstrata.core.keys import Keys, as_key_array
 from kvstrata.core.tiers import DiskTier, WriteWhen
 from kvstrata.core.types import (
     EXACT,
@@ -54,7 +54,6 @@ _log = logging.getLogger(__name__)
 _LEASE_SECONDS = 60.0  # plus the time to load: then a get loses its leases
 _KEPT_NAMESPACES = 256  # whose parts are shown; each reset of an engine names a new one
 
-Keys = Sequence[BlockKey] | KeyArray
 OnPrefault = Callable[[int, int], None]
 
 
@@ -209,6 +208,7 @@ class KVManager:
         keys: Keys,
         *,
         owner: int = LOCAL_OWNER,
+        request: str = "",
         settled: Settled | None = None,
     ) -> TaskStatus:
         """Lease the longest prefix of *keys* that is in some tier and sooner loaded than computed.
@@ -218,7 +218,7 @@ class KVManager:
         ``PROMOTING`` while known blocks are on their way up, before it ``SEARCHING`` while the
         remote tier is asked for blocks unknown here (then *settled* tells the end of the search
         too). With nothing found there is no task: ``task_id`` is 0, ``DONE``, or ``FAILED`` while
-        not all workers of *owner* are attached.
+        not all workers of *owner* are attached. *request* is what ``explain`` will know it by.
         """
         self._gets.expire()
         asked = as_key_array(keys)
@@ -227,7 +227,7 @@ class KVManager:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             rate = self._sessions.blocks_per_second(owner)
-            lookup = Lookup(namespace, asked, "", rate)
+            lookup = Lookup(namespace, asked, request, rate)
             status, begin = self._gets.match(lookup, owner, settled)
         begin()
         return status
@@ -239,6 +239,7 @@ class KVManager:
         *,
         parent: BlockKey | None = None,
         owner: int = LOCAL_OWNER,
+        request: str = "",
     ) -> TaskStatus:
         """Reserve host slots for those of *keys* that are nowhere and that nobody is saving.
 
@@ -251,7 +252,7 @@ class KVManager:
         with self._lock:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
-            return self._puts.match(namespace, asked, parent, owner, "")
+            return self._puts.match(namespace, asked, parent, owner, request)
 
     def launch(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these tasks begin. Unknown tasks, and those of others, are passed over."""

@@ -24,8 +24,9 @@ from kvstrata.core.errors import (
     ServerUnavailable,
     TierUnavailable,
 )
-from kvstrata.core.keys import KeyArray
+from kvstrata.core.keys import Keys
 from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.manager.decisions import Decision
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import UNSETTLED, TaskStatus
 from kvstrata.server import protocol as p
@@ -137,13 +138,18 @@ class ManagerClient:
     def register_namespace(self, namespace: NamespaceId, parts: Mapping[str, str]) -> None:
         self.submit(p.Register(namespace, dict(parts)))
 
-    def get_match(self, namespace: NamespaceId, keys: Sequence[BlockKey] | KeyArray) -> TaskStatus:
-        return self._task(p.GetMatch(0, namespace, p.join_keys(keys)))
+    def get_match(self, namespace: NamespaceId, keys: Keys, *, request: str = "") -> TaskStatus:
+        return self._task(p.GetMatch(0, namespace, p.join_keys(keys), request))
 
     def put_match(
-        self, namespace: NamespaceId, keys: Sequence[BlockKey] | KeyArray, *, parent: BlockKey | None = None
+        self,
+        namespace: NamespaceId,
+        keys: Keys,
+        *,
+        parent: BlockKey | None = None,
+        request: str = "",
     ) -> TaskStatus:
-        return self._task(p.PutMatch(0, namespace, p.join_keys(keys), parent or b""))
+        return self._task(p.PutMatch(0, namespace, p.join_keys(keys), parent or b"", request))
 
     def launch(self, task_ids: Sequence[int]) -> None:
         for part in _parts(task_ids):
@@ -178,8 +184,18 @@ class ManagerClient:
                 return found
             self.poll(min(left, 0.005))  # news of a settled task ends the wait early
 
-    def prefetch(self, namespace: NamespaceId, keys: Sequence[BlockKey] | KeyArray) -> int:
+    def prefetch(self, namespace: NamespaceId, keys: Keys) -> int:
         return self._ask(p.Prefetch(0, namespace, p.join_keys(keys)), p.Number).value
+
+    def pin(self, namespace: NamespaceId, keys: Keys, ttl_seconds: float) -> tuple[int, int]:
+        reply = self._ask(p.Pin(0, namespace, p.join_keys(keys), ttl_seconds), p.Pinned)
+        return reply.number, reply.blocks
+
+    def unpin(self, number: int) -> bool:
+        return bool(self._ask(p.Unpin(0, number), p.Number).value)
+
+    def explain(self, request: str) -> list[Decision]:
+        return self._ask(p.Explain(0, request), p.Explained).decisions
 
     def reset(self, namespace: NamespaceId) -> int:
         return self._ask(p.Reset(0, namespace), p.Number).value

@@ -18,6 +18,7 @@ from kvstrata.server.limits import Limits
 
 T = TypeVar("T")
 _QUESTIONS: Final = (p.GetMatch, p.PutMatch, p.TryWait, p.Stats, p.Workers, p.Ping)
+_MOST_DECISIONS: Final = 256  # of one request that are shown
 _ROLES: Final = frozenset({"engine", "worker", "observer"})
 
 
@@ -80,6 +81,10 @@ class Conversation:
             p.Prefetch: self._on_prefetch,
             p.Reset: self._on_reset,
             p.Stats: self._on_stats,
+            p.Measured: lambda r: self._cache().measured(self._me(), r.blocks_per_second),
+            p.Explain: self._on_explain,
+            p.Pin: self._on_pin,
+            p.Unpin: self._on_unpin,
             p.Workers: lambda r: self._send(p.Number(r.seq, self._cache().workers(self._me()))),
             p.Ping: lambda r: self._send(p.Number(r.seq, 0)),
         }
@@ -173,7 +178,9 @@ class Conversation:
         namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
         me, cache = self._me(), self._cache()
         self._held.check()
-        status = cache.get_match(namespace, keys, owner=me, settled=self._on_settled)
+        status = cache.get_match(
+            namespace, keys, owner=me, request=request.request, settled=self._on_settled
+        )
         self._held.add(status.task_id, blocks_of(status, len(keys)))
         self._send(p.Task(request.seq, p.pack(status)))
 
@@ -190,7 +197,7 @@ class Conversation:
         parent = p.checked_parent(request.parent)
         me, cache = self._me(), self._cache()
         self._held.check()
-        status = cache.put_match(namespace, keys, parent=parent, owner=me)
+        status = cache.put_match(namespace, keys, parent=parent, owner=me, request=request.request)
         self._held.add(status.task_id, len(status.slots))
         self._send(p.Task(request.seq, p.pack(status)))
 
@@ -246,6 +253,19 @@ class Conversation:
         manager = self._host.manager
         self._send(p.Report(request.seq, self._shortened(manager.stats()) if manager else None))
 
+    def _on_explain(self, request: p.Explain) -> None:
+        manager = self._host.manager
+        found = manager.explain(request.request) if manager else []
+        self._send(p.Explained(request.seq, found[-_MOST_DECISIONS:]))
+
+    def _on_pin(self, request: p.Pin) -> None:
+        namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
+        number, blocks = self._tiers().pin(namespace, keys, request.ttl_seconds)
+        self._send(p.Pinned(request.seq, number, blocks))
+
+    def _on_unpin(self, request: p.Unpin) -> None:
+        self._send(p.Number(request.seq, int(self._tiers().unpin(request.number))))
+
     # -- plumbing ----------------------------------------------------------------------------
 
     def _later(
@@ -280,6 +300,15 @@ class Conversation:
             left_bytes -= sum(len(k) + len(v) for k, v in namespace.parts.items())
             report.namespaces.append(namespace if left_bytes >= 0 else _without_parts(namespace))
         return report
+
+    def _tiers(self) -> KVManager:
+        """The manager, for those who are no engine."""
+        if self._host.manager is None:
+            raise ConfigError(
+                "this server has no tiers yet",
+                hint="start an engine with it, or give --block-bytes",
+            )
+        return self._host.manager
 
     def _cache(self) -> KVManager:
         if self._manager is None:

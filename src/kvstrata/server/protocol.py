@@ -15,6 +15,7 @@ import numpy as np
 from kvstrata.core.errors import LimitExceeded, ProtocolError
 from kvstrata.core.keys import KeyArray
 from kvstrata.core.types import BLOCK_KEY_BYTES, EXACT, NAMESPACE_ID_BYTES, BlockKey, NamespaceId
+from kvstrata.manager.decisions import Decision
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import TaskState, TaskStatus
 
@@ -67,6 +68,7 @@ class GetMatch(msgspec.Struct, tag=True, array_like=True):
     seq: int
     namespace: bytes
     keys: bytes  # one after another
+    request: _Text = ""  # what ``Explain`` will know it by
 
 
 class PutMatch(msgspec.Struct, tag=True, array_like=True):
@@ -74,6 +76,7 @@ class PutMatch(msgspec.Struct, tag=True, array_like=True):
     namespace: bytes
     keys: bytes
     parent: bytes  # empty before the first block of a prompt
+    request: _Text = ""
 
 
 class Launch(msgspec.Struct, tag=True, array_like=True):
@@ -112,6 +115,33 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     seq: int
 
 
+class Measured(msgspec.Struct, tag=True, array_like=True):
+    """How fast this engine computes prompts."""
+
+    blocks_per_second: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class Explain(msgspec.Struct, tag=True, array_like=True):
+    """What was decided lately for *request*."""
+
+    seq: int
+    request: _Text
+
+
+class Pin(msgspec.Struct, tag=True, array_like=True):
+    """Keep the leading *keys* that are there from leaving."""
+
+    seq: int
+    namespace: bytes
+    keys: bytes
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class Unpin(msgspec.Struct, tag=True, array_like=True):
+    seq: int
+    number: _Count
+
+
 class Workers(msgspec.Struct, tag=True, array_like=True):
     """How many workers of this engine have mapped the host tier."""
 
@@ -136,6 +166,10 @@ Request = (
     | Prefetch
     | Reset
     | Stats
+    | Measured
+    | Explain
+    | Pin
+    | Unpin
     | Workers
     | Ping
 )
@@ -180,7 +214,9 @@ class Settled(msgspec.Struct, tag=True, array_like=True):
 
 
 class Number(msgspec.Struct, tag=True, array_like=True):
-    """Answers ``Prefetch`` (task id), ``Reset`` (blocks), ``Workers``, ``Mapped`` and ``Ping`` (0)."""
+    """Answers ``Prefetch`` (task id), ``Reset`` (blocks), ``Workers``, ``Unpin`` (1 if there was
+    one), ``Mapped`` and ``Ping`` (0).
+    """
 
     seq: int
     value: int
@@ -189,6 +225,17 @@ class Number(msgspec.Struct, tag=True, array_like=True):
 class Report(msgspec.Struct, tag=True, array_like=True):
     seq: int
     report: CacheReport | None  # None while no engine has told the block size yet
+
+
+class Explained(msgspec.Struct, tag=True, array_like=True):
+    seq: int
+    decisions: list[Decision]
+
+
+class Pinned(msgspec.Struct, tag=True, array_like=True):
+    seq: int
+    number: int  # for ``Unpin``; 0 if nothing was pinned
+    blocks: int
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
@@ -203,7 +250,7 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     hint: str | None
 
 
-Reply = Welcome | Task | Tasks | Settled | Number | Report | Refused
+Reply = Welcome | Task | Tasks | Settled | Number | Report | Explained | Pinned | Refused
 
 _UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()

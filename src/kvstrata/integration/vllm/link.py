@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import KVStrataError, LimitExceeded, ProtocolError
+from kvstrata.core.errors import KVStrataError, LimitExceeded, ProtocolError, TierUnavailable
 from kvstrata.core.types import NamespaceId
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient, Pending, refusal
@@ -15,9 +15,8 @@ from kvstrata.server.embedded import EmbeddedServer
 _log = logging.getLogger(__name__)
 
 _NO_SERVER: Final = b""
-_OWED_RESETS: Final = (
-    64  # an engine's later namespaces have random names: nobody asks for them again
-)
+# An engine's later namespaces have random names: nobody asks for them again.
+_OWED_RESETS: Final = 64
 _WORKERS_SECONDS: Final = 1.0  # they look every 50 ms; without them the engine starts all the same
 _WORKERS_POLL_SECONDS: Final = 0.01
 
@@ -157,7 +156,7 @@ class CacheLink:
         if self._probe is not None and self._probe.reply is not None:
             self._probe = None
             _log.warning("the cache server answers again")
-        for namespace in [n for n, asked in self._resets.items() if asked and asked.reply]:
+        for namespace in [n for n, asked in self._resets.items() if asked and _is_done(asked)]:
             del self._resets[namespace]
         reply = self._client.welcome.reply
         if self._welcomed or reply is None:
@@ -182,3 +181,10 @@ class CacheLink:
         if str(error) != self._told:
             self._told = str(error)
             _log.warning("going on without a cache: %s", error)
+
+
+def _is_done(reset: Pending) -> bool:
+    """Whether the server has carried out *reset*, or will when its tiers are back."""
+    if isinstance(reset.reply, p.Refused):
+        return reset.reply.code == TierUnavailable.code
+    return reset.reply is not None

@@ -213,7 +213,9 @@ class Loads:
         if not self._link.ready or first >= known or known * self._math.tokens <= computed:
             return
         keys = self._math.keys(request, first, known)
-        pending = self._link.submit(p.GetMatch(0, namespace, b"".join(keys)))
+        pending = self._link.submit(
+            p.GetMatch(0, namespace, b"".join(keys), request.request_id[-256:])
+        )
         if pending is not None:
             self._lookups[request.request_id] = _Lookup(
                 pending, self._link.number, first, known, keys

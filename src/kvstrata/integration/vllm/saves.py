@@ -84,7 +84,9 @@ class Saves:
             return first
         keys = self._math.keys(request, first, end)
         parent = self._math.key(request, first - 1) if first else b""
-        pending = self._link.submit(p.PutMatch(0, namespace, b"".join(keys), parent))
+        pending = self._link.submit(
+            p.PutMatch(0, namespace, b"".join(keys), parent, request.request_id[-256:])
+        )
         if pending is None:
             return first
         held = self._held.hold(block_ids[first * ratio : end * ratio])

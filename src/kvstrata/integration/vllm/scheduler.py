@@ -23,8 +23,10 @@ from kvstrata.integration.vllm.fingerprint import namespace_id
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.loads import Loads
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.prefill_rate import PrefillRate
 from kvstrata.integration.vllm.saves import Saves
 from kvstrata.integration.vllm.setup import EngineIdentity
+from kvstrata.server import protocol as p
 from kvstrata.server.embedded import EmbeddedServer
 
 _log = logging.getLogger(__name__)
@@ -77,6 +79,8 @@ class SchedulerHalf:
             self._parts = {**self._parts, "block_format": identity.block_format}
         self._namespace = self._base
         self._requests: dict[str, _Tracked] = {}
+        self._rate = PrefillRate()
+        self._rate_told_to = 0  # the connection
         hello = identity.hello("engine", persistent=fingerprint.persistent_ok)
         server = None
         if config.server == "embedded":
@@ -133,6 +137,7 @@ class SchedulerHalf:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """``build_connector_meta``: what the workers copy in this step."""
         self._link.tick()
+        self._tell_rate(output)
         if self._saves_wanted:
             self._offer_completed(output)
         return StepPlan(
@@ -179,6 +184,15 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._link.close()
+
+    def _tell_rate(self, output: SchedulerOutput) -> None:
+        self._rate.step(output)
+        if self._rate_told_to != self._link.number:
+            self._rate_told_to = self._link.number
+            self._rate.tell_again()
+        tokens_per_second = self._rate.news() if self._link.ready else None
+        if tokens_per_second is not None:
+            self._link.submit(p.Measured(tokens_per_second / self._math.tokens))
 
     def _offer_completed(self, output: SchedulerOutput) -> None:
         state = output.kv_connector_block_state
