@@ -22,7 +22,7 @@ _RECORD: Final = np.dtype(
     [
         ("arrival_seconds", "<f8"),
         ("parent", "<u8"),
-        ("input_tokens", "<u4"),
+        ("input_tokens", "<u8"),
         ("blocks", "<u4"),
         ("device_blocks", "<u4"),
         ("first_block", "<u4"),
