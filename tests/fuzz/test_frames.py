@@ -86,6 +86,8 @@ def test_each_question_is_answered_once_and_in_order(
 
 def test_what_the_fuzzers_say_is_understood(victim: Victim) -> None:
     """Else all of the above would prove little: a whole save and a whole load are within reach."""
+    for _ in range(8):  # what earlier clients have left unfinished is gone then
+        victim.hear(lambda _: iter([]))
     asked, own = key(1) + key(2), b"own".ljust(16)
 
     def script(tasks: Sequence[int]) -> Iterator[bytes]:

@@ -58,10 +58,11 @@ class _Client:
 
 
 class Victim:
-    """Hears one client after the other, beside a worker that stays.
+    """Hears one client after the other, beside a worker.
 
-    After each client nothing of it may be left and nothing may have been a bug. Every so often
-    the worker is answered and all slots are counted.
+    After each client nothing of it may be left and nothing may have been a bug. Every so often all
+    slots are counted, and there is another worker: a client's unfinished saves keep their slots
+    as long as its worker is there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,10 +72,8 @@ class Victim:
         self._log.propagate = False
         self._server = Server(config(8), folder / "s", block_bytes=BLOCK_BYTES)
         self._board = self._server._switchboard
-        self._worker = self._join()
-        self._ask(p.Hello(0, p.PROTOCOL_VERSION, "worker", SESSION, BLOCK_BYTES))
-        self._ask(p.Mapped(1))
         self._count = 0
+        self._attach_worker()
 
     def hear(self, script: Script) -> list[p.Reply]:
         """What a client is answered that says *script* and hangs up."""
@@ -94,6 +93,11 @@ class Victim:
         self._server.serve()
         self._log.propagate = True
         self._log.removeHandler(self._bugs)
+
+    def _attach_worker(self) -> None:
+        self._worker = self._join()
+        self._ask(p.Hello(0, p.PROTOCOL_VERSION, "worker", SESSION, BLOCK_BYTES))
+        self._ask(p.Mapped(1))
 
     def _join(self) -> _Client:
         ours, theirs = socket.socketpair()
@@ -131,12 +135,19 @@ class Victim:
         assert not self._bugs.found, self._bugs.found[0]
         assert len(self._board) == 1
         self._count += 1
-        if self._count % 16:
+        if self._count % 8:
             return
         self._ask(p.Ping(7))
+        self._worker.sock.close()
+        for _ in range(2):
+            self._board.post(lambda: None)
+            self._board.turn()
+        assert len(self._board) == 0
+        self._attach_worker()
         manager = self._server.manager
         assert manager is not None
         manager.check()
         report = manager.stats()
         assert (report.running_gets, report.running_puts, report.engines) == (0, 0, [])
-        assert report.tiers[0].capacity_blocks == 8
+        in_host = sum(namespace.host_blocks for namespace in report.namespaces)
+        assert report.tiers[0].used_blocks == in_host

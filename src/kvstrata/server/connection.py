@@ -17,7 +17,7 @@ class Connection:
 
     ``receive`` and ``flush`` do what can be done at once. ``is_ended`` is true once the client
     sends no more; frames that came before can still be taken. ``is_deaf`` is true once nothing
-    reaches it any more.
+    reaches it any more. ``has_frame`` says whether ``take_frame`` has something to say.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -28,6 +28,7 @@ class Connection:
         self.pid, self.uid, _ = _PEER.unpack(credentials)
         self.is_ended = False
         self.is_deaf = False
+        self.has_frame = False
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._frame_since: float | None = None  # monotonic seconds: when a part of one came
@@ -41,14 +42,6 @@ class Connection:
     @property
     def buffered_bytes(self) -> int:
         return len(self._inbox) + len(self._outbox)
-
-    @property
-    def has_frame(self) -> bool:
-        """Whether ``take_frame`` has something to say."""
-        if len(self._inbox) < p.LENGTH.size:
-            return False
-        body_bytes: int = p.LENGTH.unpack_from(self._inbox)[0]
-        return body_bytes > p.MAX_FRAME_BYTES or (len(self._inbox) >= p.LENGTH.size + body_bytes)
 
     @property
     def is_timed(self) -> bool:
@@ -80,7 +73,7 @@ class Connection:
             data = b""
         self.is_ended = not data
         self._inbox += data
-        self._time_frame()
+        self._look_for_frame()
 
     def take_frame(self) -> bytes:
         """The body of the frame that is there; raises ``ProtocolError`` if it is too long for one."""
@@ -89,7 +82,7 @@ class Connection:
         with memoryview(self._inbox) as inbox:
             body = bytes(inbox[start:end])
         del self._inbox[:end]
-        self._time_frame()
+        self._look_for_frame()
         return body
 
     def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
@@ -123,9 +116,15 @@ class Connection:
     def close(self) -> None:
         self.sock.close()
 
-    def _time_frame(self) -> None:
+    def _look_for_frame(self) -> None:
         """Run the clock of a frame whose end has not come yet."""
-        if not self._inbox or self.has_frame:
+        inbox = self._inbox
+        self.has_frame = False
+        if len(inbox) >= p.LENGTH.size:
+            body_bytes: int = p.LENGTH.unpack_from(inbox)[0]
+            is_whole = len(inbox) >= p.LENGTH.size + body_bytes
+            self.has_frame = is_whole or body_bytes > p.MAX_FRAME_BYTES
+        if not inbox or self.has_frame:
             self._frame_since = None
         elif self._frame_since is None:
             self._frame_since = time.monotonic()

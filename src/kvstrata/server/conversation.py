@@ -40,7 +40,7 @@ class Host(Protocol):
         """Have *call* made on the server's thread; thread-safe."""
         ...
 
-    def submit(self, work: Callable[[], T], done: Callable[[T | KVStrataError], None]) -> None:
+    def submit(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Have *work* done on a thread that may wait, and *done* be called with what came of it."""
         ...
 
@@ -65,6 +65,7 @@ class Conversation:
         self._manager: KVManager | None = None
         self._owner: int | None = None
         self._is_over = False
+        self.is_broken = False  # by a bug: nobody can say what the client would make of an answer
         self.is_waiting = False  # for disks: the client's next request has to wait too
         self._held = HeldTasks(host.limits, lambda ids: self._cache().try_wait(ids))
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -104,12 +105,7 @@ class Conversation:
             return
         if self._hello is None and not isinstance(request, p.Hello):
             raise ProtocolError("no hello came first")
-        try:
-            self._handlers[type(request)](request)
-        except ProtocolError:
-            raise
-        except KVStrataError as e:
-            self._refuse(request, e)
+        self._answer(request, partial(self._handlers[type(request)], request))
 
     def end(self) -> None:
         """The client has gone: release all that it held."""
@@ -273,20 +269,29 @@ class Conversation:
     ) -> None:
         """Have *work* done where it may wait; until *answer* this client's next request waits."""
 
-        def done(outcome: T | KVStrataError) -> None:
+        def done(outcome: T | Exception) -> None:
             self.is_waiting = False
             if self._is_over:
                 return
-            try:
-                if isinstance(outcome, KVStrataError):
-                    raise outcome
-                answer(outcome)
-            except KVStrataError as e:
-                self._refuse(request, e)
+            if isinstance(outcome, KVStrataError):
+                self._refuse(request, outcome)
+            elif isinstance(outcome, Exception):
+                self.is_broken = True
+            else:
+                self._answer(request, partial(answer, outcome))
             self._resumed()
 
         self.is_waiting = True
         self._host.submit(work, done)
+
+    def _answer(self, request: p.Request, answer: Callable[[], None]) -> None:
+        """Call *answer*, and tell the client what it objects to."""
+        try:
+            answer()
+        except ProtocolError:
+            raise
+        except KVStrataError as e:
+            self._refuse(request, e)
 
     def _shortened(self, report: CacheReport) -> CacheReport:
         """*report* with no more namespaces, and no more of what they stand for, than fits."""

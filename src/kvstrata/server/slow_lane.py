@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from kvstrata.core.errors import InvariantViolated, KVStrataError
+from kvstrata.core.errors import KVStrataError
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class SlowLane:
         self._thread = threading.Thread(target=self._run, name="kvstrata-slow", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T], done: Callable[[T | KVStrataError], None]) -> None:
+    def submit(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Call *work* on the thread; what it returns or raises is for *done*, which is posted."""
         self._jobs.put((work, done))
 
@@ -46,7 +46,7 @@ class SlowLane:
                 outcome = e
             except Exception as e:  # noqa: BLE001 - thread top: whoever waits must hear of it
                 _log.exception("a request failed by a bug")
-                outcome = InvariantViolated(f"a bug of the server: {e}")
+                outcome = e
             self._post(partial(done, outcome))
 
 

@@ -151,11 +151,14 @@ class Switchboard:
         connection = client.connection
         if events & (WRITE | _GONE):
             connection.flush()
-        if events & ~WRITE and self._is_read(client):
-            connection.receive()
-        elif events & _GONE and client.watched is not None:
-            self._poller.unwatch(client.fd)  # it would be reported again and again
-            client.watched = None
+        if events & ~WRITE:
+            if self._is_read(client):
+                connection.receive()
+            elif events & _GONE:
+                self._poller.unwatch(client.fd)  # it would be reported again and again
+                client.watched = None
+            else:
+                self._watch(client)  # not before: mostly it is served first
         self._note(client)
 
     def _serve(self, client: Client) -> None:
@@ -190,13 +193,16 @@ class Switchboard:
         self._count(client)
         if connection.unread_bytes > self._limits.unread_news_bytes:
             self._drop(client, "it does not read its news")
+        elif client.conversation.is_broken:
+            self._drop(client, "a bug")
         elif connection.is_ended and not connection.has_frame:
             self._drop(client)
         if not client.is_here:
             return
         if connection.has_frame and self._is_served(client):
             self._queue.add(client)
-        self._watch(client)
+        else:
+            self._watch(client)
         if connection.is_timed or not client.conversation.has_begun:
             self._timed.add(client)
 
