@@ -66,7 +66,7 @@ def test_forgotten_ones_are_not_served() -> None:
     with pytest.raises(IndexError):
         queue.pop()
     queue.forget("a")
-    assert (queue._waiting, queue._heap) == ({}, [])
+    assert (queue._waiting, queue._heap) == (set(), [])
 
 
 def test_one_that_comes_back_after_it_was_forgotten_is_served_once() -> None:

@@ -68,27 +68,6 @@ class Conversation:
         self.is_broken = False  # by a bug: nobody can say what the client would make of an answer
         self.is_waiting = False  # for disks: the client's next request has to wait too
         self._held = HeldTasks(host.limits, lambda ids: self._cache().try_wait(ids))
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            p.Hello: self._on_hello,
-            p.Mapped: self._on_mapped,
-            p.Register: self._on_register,
-            p.GetMatch: self._on_get_match,
-            p.PutMatch: self._on_put_match,
-            p.Launch: self._on_launch,
-            p.Complete: self._on_complete,
-            p.Fail: self._on_fail,
-            p.Cancel: self._on_cancel,
-            p.TryWait: self._on_try_wait,
-            p.Prefetch: self._on_prefetch,
-            p.Reset: self._on_reset,
-            p.Stats: self._on_stats,
-            p.Measured: lambda r: self._cache().measured(self._me(), r.blocks_per_second),
-            p.Explain: self._on_explain,
-            p.Pin: self._on_pin,
-            p.Unpin: self._on_unpin,
-            p.Workers: lambda r: self._send(p.Number(r.seq, self._cache().workers(self._me()))),
-            p.Ping: lambda r: self._send(p.Number(r.seq, 0)),
-        }
 
     @property
     def has_begun(self) -> bool:
@@ -105,7 +84,7 @@ class Conversation:
             return
         if self._hello is None and not isinstance(request, p.Hello):
             raise ProtocolError("no hello came first")
-        self._answer(request, partial(self._handlers[type(request)], request))
+        self._answer(request, partial(_HANDLERS[type(request)], self, request))
 
     def end(self) -> None:
         """The client has gone: release all that it held."""
@@ -262,6 +241,15 @@ class Conversation:
     def _on_unpin(self, request: p.Unpin) -> None:
         self._send(p.Number(request.seq, int(self._tiers().unpin(request.number))))
 
+    def _on_measured(self, request: p.Measured) -> None:
+        self._cache().measured(self._me(), request.blocks_per_second)
+
+    def _on_workers(self, request: p.Workers) -> None:
+        self._send(p.Number(request.seq, self._cache().workers(self._me())))
+
+    def _on_ping(self, request: p.Ping) -> None:
+        self._send(p.Number(request.seq, 0))
+
     # -- plumbing ----------------------------------------------------------------------------
 
     def _later(
@@ -335,6 +323,29 @@ class Conversation:
 
     def _send(self, reply: p.Reply, descriptors: tuple[int, ...] = ()) -> None:
         self._send_frame(p.encode(reply), descriptors)
+
+
+_HANDLERS: Final[dict[type, Callable[[Conversation, Any], None]]] = {
+    p.Hello: Conversation._on_hello,
+    p.Mapped: Conversation._on_mapped,
+    p.Register: Conversation._on_register,
+    p.GetMatch: Conversation._on_get_match,
+    p.PutMatch: Conversation._on_put_match,
+    p.Launch: Conversation._on_launch,
+    p.Complete: Conversation._on_complete,
+    p.Fail: Conversation._on_fail,
+    p.Cancel: Conversation._on_cancel,
+    p.TryWait: Conversation._on_try_wait,
+    p.Prefetch: Conversation._on_prefetch,
+    p.Reset: Conversation._on_reset,
+    p.Stats: Conversation._on_stats,
+    p.Measured: Conversation._on_measured,
+    p.Explain: Conversation._on_explain,
+    p.Pin: Conversation._on_pin,
+    p.Unpin: Conversation._on_unpin,
+    p.Workers: Conversation._on_workers,
+    p.Ping: Conversation._on_ping,
+}
 
 
 def _without_parts(namespace: NamespaceReport) -> NamespaceReport:

@@ -18,7 +18,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, T]] = []
         self._order = itertools.count()  # first come, first served among equals
-        self._waiting: dict[T, int] = {}  # the only entry in the heap that counts
+        self._waiting: set[T] = set()  # who is in the heap
         self._spent: dict[T, float] = {}  # seconds
         self._level = 0.0  # what the one served last had had
 
@@ -33,22 +33,22 @@ class FairQueue(Generic[T]):
         if item in self._waiting:
             return
         spent = self._spent[item] = max(self._spent.get(item, 0.0), self._level)
-        number = self._waiting[item] = next(self._order)
-        heapq.heappush(self._heap, (spent, number, item))
+        self._waiting.add(item)
+        heapq.heappush(self._heap, (spent, next(self._order), item))
 
     def pop(self) -> T:
         """Take out the one to be served; there must be one."""
-        while True:
-            spent, number, item = heapq.heappop(self._heap)
-            if self._waiting.get(item) == number:
-                self._level = spent
-                del self._waiting[item]
-                return item
+        self._level, _, item = heapq.heappop(self._heap)
+        self._waiting.remove(item)
+        return item
 
     def charge(self, item: T, seconds: float) -> None:
         """Serving *item* has taken *seconds*."""
         self._spent[item] = self._spent.get(item, self._level) + seconds
 
     def forget(self, item: T) -> None:
-        self._waiting.pop(item, None)
         self._spent.pop(item, None)
+        if item in self._waiting:
+            self._waiting.remove(item)
+            self._heap = [entry for entry in self._heap if entry[2] != item]
+            heapq.heapify(self._heap)

@@ -15,6 +15,7 @@ from kvstrata.core.config import Config, config_from_json
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.types import EXACT
 from kvstrata.manager.manager import OnPrefault
+from kvstrata.server.log_thread import logging_on_a_thread
 from kvstrata.server.server import Server
 
 _log = logging.getLogger(__name__)
@@ -54,8 +55,11 @@ def run_server(
     server = Server(config, path, block_bytes=block_bytes, on_prefault=on_prefault)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    _log.info("ready at %s", path)
-    server.serve()
+    with logging_on_a_thread() as log:
+        _log.info("ready at %s", path)
+        server.serve()
+    if log.is_stuck:
+        os._exit(0)
 
 
 def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
@@ -83,7 +87,8 @@ def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when it ends
     _answer(ready_to, ChildReady(os.getpid()))
-    server.serve()
+    with logging_on_a_thread():
+        server.serve()
     return 0
 
 
