@@ -56,6 +56,7 @@ def configs(draw: st.DrawFn) -> Config:
         drain_timeout_seconds=draw(seconds),
         max_saving_blocks=draw(counts),
         prefault=draw(st.booleans()),
+        event_log=draw(st.none() | paths),
         recompute=draw(st.sampled_from(["auto", "never"])),
         quotas=tuple(draw(st.dictionaries(texts, st.floats(0.01, 1.0), max_size=3)).items()),
     )
@@ -107,6 +108,8 @@ def test_the_defaults_are_these() -> None:
         "drain_timeout_seconds": 5.0,
         "max_saving_blocks": 4096,
         "prefault": True,
+        "event_log": None,
+        "event_log_bytes": 1 << 30,
         "recompute": "auto",
         "quotas": (),
     }

@@ -19,6 +19,7 @@ def test_catalogue_is_append_only() -> None:
         "kvstrata_lost_blocks_total",
         "kvstrata_corrupt_blocks_total",
         "kvstrata_declined_blocks_total",
+        "kvstrata_unlogged_events_total",
     ]
 
 

@@ -37,8 +37,13 @@ _COUNTED: Final = {
     "kvstrata_evicted_blocks_total{tier=disk}": "evicted from disk",
     "kvstrata_lost_blocks_total": "lost before a tier below had them",
     "kvstrata_corrupt_blocks_total": "corrupt, dropped",
+    "kvstrata_unlogged_events_total": "missing in the event log",
 }
-_NOT_BLOCKS: Final = {"kvstrata_lookups_total", "kvstrata_failed_loads_total"}
+_NOT_BLOCKS: Final = {
+    "kvstrata_lookups_total",
+    "kvstrata_failed_loads_total",
+    "kvstrata_unlogged_events_total",
+}
 
 
 def stats(

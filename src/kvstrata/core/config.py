@@ -30,6 +30,7 @@ from kvstrata.core.tiers import (
     absolute,
     refuse_bool,
 )
+from kvstrata.core.units import parse_bytes
 
 __all__ = [
     "Config",
@@ -228,6 +229,23 @@ class Config(BaseModel):
             "no surprise about memory later."
         ),
         examples=["true"],
+    )
+    event_log: Annotated[Path, AfterValidator(absolute)] | None = Field(
+        default=None,
+        description=(
+            "Absolute path of a file to which every lookup and save is written, for `kvstrata "
+            "replay`: keys of blocks, no tokens. One file a server. When it cannot be written the "
+            "log ends, with a warning, and the cache goes on. Unset: no log. The server's to decide."
+        ),
+        examples=["/var/log/kvstrata/events.jsonl"],
+    )
+    event_log_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=16 << 20)] = Field(
+        default=1 << 30,
+        description=(
+            "Most bytes of the event log. At half of it the file is renamed to end in `.1`, in the "
+            "place of an older one, and a new one begins."
+        ),
+        examples=["1GiB"],
     )
 
     @property

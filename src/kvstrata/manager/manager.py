@@ -3,13 +3,14 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import InvariantViolated, TierUnavailable
+from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
 from kvstrata.core.tiers import DiskTier, WriteWhen
 from kvstrata.core.types import (
@@ -30,6 +31,7 @@ from kvstrata.manager.gets import Gets, Settled
 from kvstrata.manager.pins import Pins
 from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts, distinct
+from kvstrata.manager.recorder import Recorder
 from kvstrata.manager.report import CacheReport, OperationReport, TierReport
 from kvstrata.manager.residency import Bools, LowerTier, Residency, Rows
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
@@ -103,9 +105,10 @@ class KVManager:
             write=self._written_tiers(config),
             wake=lambda tier: self._lower[tier].wake(),
         )
+        self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
+        self._recorder = self._open_recorder(config)
         self._lower = self._open_lower(config)
         self._sessions = Sessions()
-        self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
         self._puts = Puts(self._cache, self._desk)
         self._pins = Pins(self._cache, self._memory.slots + (disk.capacity_blocks if disk else 0))
         self._gets = Gets(
@@ -132,6 +135,19 @@ class KVManager:
         if self._storage.remote is not None:
             found["remote"] = config.shared_tier.write if config.shared_tier else "saved"
         return found
+
+    def _open_recorder(self, config: Config) -> Recorder:
+        try:
+            return Recorder(
+                config,
+                self._cache.index,
+                self._namespaces,
+                self.counters,
+                block_bytes=self.block_bytes,
+            )
+        except ConfigError:
+            self._storage.close()
+            raise
 
     def _open_lower(self, config: Config) -> dict[LowerTier, Cascade]:
         lower: dict[LowerTier, Cascade] = {}
@@ -220,17 +236,8 @@ class KVManager:
         too). With nothing found there is no task: ``task_id`` is 0, ``DONE``, or ``FAILED`` while
         not all workers of *owner* are attached. *request* is what ``explain`` will know it by.
         """
-        self._gets.expire()
         asked = as_key_array(keys)
-        with self._lock:
-            self._pins.expire()
-            if not self._sessions.can_transfer(owner):
-                return TaskStatus(0, TaskState.FAILED)
-            rate = self._sessions.blocks_per_second(owner)
-            lookup = Lookup(namespace, asked, request, rate)
-            status, begin = self._gets.match(lookup, owner, settled)
-        begin()
-        return status
+        return self._get(Lookup(namespace, asked, request), owner, settled, is_recorded=True)
 
     def put_match(
         self,
@@ -252,7 +259,9 @@ class KVManager:
         with self._lock:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
-            return self._puts.match(namespace, asked, parent, owner, request)
+            status = self._puts.match(namespace, asked, parent, owner, request)
+            self._recorder.put(namespace, asked, parent)
+        return status
 
     def launch(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these tasks begin. Unknown tasks, and those of others, are passed over."""
@@ -331,7 +340,8 @@ class KVManager:
             if status.state not in UNSETTLED:
                 self.cancel([status.task_id], owner=owner)
 
-        status = self.get_match(namespace, keys, owner=owner, settled=release)
+        lookup = Lookup(namespace, as_key_array(keys))
+        status = self._get(lookup, owner, release, is_recorded=False)
         if status.state is TaskState.READY:
             release(status)
             return 0
@@ -421,6 +431,7 @@ class KVManager:
         """Write what no tier below has yet, at most ``drain_timeout_seconds`` each; release all."""
         for lower in self._lower.values():
             lower.close(self._drain_timeout_seconds)
+        self._recorder.close(self._drain_timeout_seconds)
         self._storage.close()
 
     # -- inside, with the lock held ----------------------------------------------------------
@@ -451,6 +462,22 @@ class KVManager:
             raise refused
 
     # -- inside, without the lock ------------------------------------------------------------
+
+    def _get(
+        self, lookup: Lookup, owner: int, settled: Settled | None, *, is_recorded: bool
+    ) -> TaskStatus:
+        """``get_match``; *is_recorded* is whether it is a request of the traffic."""
+        self._gets.expire()
+        with self._lock:
+            self._pins.expire()
+            if not self._sessions.can_transfer(owner):
+                return TaskStatus(0, TaskState.FAILED)
+            lookup = replace(lookup, blocks_per_second=self._sessions.blocks_per_second(owner))
+            status, begin = self._gets.match(lookup, owner, settled)
+            if is_recorded:
+                self._recorder.lookup(lookup.namespace, lookup.keys)
+        begin()
+        return status
 
     def _prefault(self, progress: OnPrefault | None) -> None:
         try:

@@ -89,8 +89,8 @@ class Lookup:
 
     namespace: NamespaceId
     keys: KeyArray
-    request: str  # the engine's name for it, for ``inspect --explain``
-    blocks_per_second: float | None  # that the engine computes
+    request: str = ""  # the engine's name for it, for ``inspect --explain``
+    blocks_per_second: float | None = None  # that the engine computes; None: not measured yet
 
 
 @dataclass(slots=True, eq=False)

@@ -63,6 +63,11 @@ LOST_BLOCKS: Final = Metric(
 CORRUPT_BLOCKS: Final = Metric(
     "kvstrata_corrupt_blocks_total", "Stored blocks that failed a check; dropped, never served."
 )
+UNLOGGED_EVENTS: Final = Metric(
+    "kvstrata_unlogged_events_total",
+    "Lookups and saves that are missing in the event log: it could not be written, or not fast "
+    "enough, or blocks of their namespace have another number of tokens.",
+)
 
 CATALOGUE: Final = (
     LOOKUPS,
@@ -77,6 +82,7 @@ CATALOGUE: Final = (
     LOST_BLOCKS,
     CORRUPT_BLOCKS,
     DECLINED_BLOCKS,
+    UNLOGGED_EVENTS,
 )
 
 

@@ -35,13 +35,16 @@ class EventTrace:
     def read(self, on_read: OnRead | None = None) -> Iterator[Request]:
         """The events in order; ``ConfigError`` at the first line that is not as it should be.
 
-        Of a clock that was set back only the order remains.
+        Of a clock that was set back only the order remains. A last line without its end was being
+        written when the log was copied or its writer died; it does not count.
         """
         latest = 0.0
         for number, line in read_lines(self.path, on_read):
             try:
                 event = decode_event(line)
             except msgspec.DecodeError as e:
+                if not line.endswith(b"\n"):
+                    return
                 raise bad_line(self.path, number, str(e)) from e
             if isinstance(event, LogHeader):
                 if event != self.header:

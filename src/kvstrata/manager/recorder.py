@@ -1,0 +1,84 @@
+"""Tells the event log what engines ask for and offer. Needs the manager's lock."""
+
+import logging
+from collections.abc import Mapping
+
+from kvstrata.core.config import Config
+from kvstrata.core.keys import ABSENT, KeyArray, as_key_array
+from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.index.tree import PrefixIndex
+from kvstrata.observe import metrics
+from kvstrata.observe.event_log import EventLog, Seen
+from kvstrata.observe.events import LOG_VERSION, LogHeader
+
+__all__ = ["Recorder"]
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Records if the configuration names an event log; else every method does nothing.
+
+    A log is of blocks with one number of tokens: that of the first namespace. What other ones ask
+    for is not recorded, but counted as missing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        index: PrefixIndex,
+        namespaces: Mapping[NamespaceId, Mapping[str, str]],
+        counters: metrics.Counters,
+        *,
+        block_bytes: int,
+    ) -> None:
+        """*namespaces* are what engines have said of theirs; ``ConfigError`` if there can be no log."""
+        self._index = index
+        self._namespaces = namespaces
+        self._counters = counters
+        self._block_bytes = block_bytes
+        self._default_tokens = config.tokens_per_block or 0
+        self._tokens = 0  # in a block of the log, once it has begun
+        self._log = None
+        if config.event_log is not None:
+            self._log = EventLog(config.event_log, config.event_log_bytes, self._lost)
+
+    def lookup(self, namespace: NamespaceId, keys: KeyArray) -> None:
+        """*keys* have just been looked up."""
+        if self._log is None or not self._is_of_log(namespace) or not len(keys):
+            return
+        first = max(0, self._depth(namespace, keys[:1]))
+        self._log.record(Seen(False, namespace, keys.tobytes(), first))
+
+    def put(self, namespace: NamespaceId, keys: KeyArray, parent: BlockKey | None) -> None:
+        """*keys*, which follow *parent*, have just been offered."""
+        if self._log is None or not self._is_of_log(namespace) or not len(keys):
+            return
+        first = 0 if parent is None else 1 + self._depth(namespace, as_key_array([parent]))
+        self._log.record(Seen(True, namespace, keys.tobytes(), first, parent))
+
+    def close(self, timeout_seconds: float) -> None:
+        """Write what is not written yet, for *timeout_seconds* at most."""
+        if self._log is not None:
+            self._log.close(timeout_seconds)
+
+    def _depth(self, namespace: NamespaceId, keys: KeyArray) -> int:
+        """Blocks before the only one of *keys* in its prompt; -1 if that is not known here."""
+        block = int(self._index.find(namespace, keys)[0])
+        return -1 if block == ABSENT else int(self._index.depth[block])
+
+    def _is_of_log(self, namespace: NamespaceId) -> bool:
+        """Whether the log is of blocks such as those of *namespace*; the first one decides."""
+        said = self._namespaces.get(namespace, {}).get("tokens_per_block", "")
+        tokens = int(said) if said.isascii() and said.isdigit() and len(said) < 10 else 0
+        tokens = tokens or self._default_tokens
+        if tokens and not self._tokens and self._log is not None:
+            self._tokens = tokens
+            self._log.begin(LogHeader(LOG_VERSION, tokens, self._block_bytes))
+        if tokens and tokens == self._tokens:
+            return True
+        self._lost(1)
+        return False
+
+    def _lost(self, events: int) -> None:
+        self._counters.add(metrics.UNLOGGED_EVENTS, events)
