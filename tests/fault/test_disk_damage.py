@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.disks import listed_keys
 
 from kvstrata.core.types import Read, Write
 from kvstrata.storage.disk import DiskStore
@@ -140,7 +141,7 @@ class TestFiles:
         (made / "kvstrata_1.bin").unlink()
         store = make(made)
         assert read(store) == [Read.HIT, Read.HIT, Read.MISS, Read.MISS]
-        assert [found.key for found in store.blocks()] == KEYS[:2]
+        assert listed_keys(store) == KEYS[:2]
         fates = store.write(KEYS[2:], [None] * 2, [memoryview(block(2)), memoryview(block(3))])
         assert fates == [Write.STORED] * 2
         assert read(store) == [Read.HIT] * 4
@@ -150,7 +151,7 @@ class TestFiles:
         (made / "kvstrata.journal").unlink()
         store = make(made)
         assert read(store) == [Read.MISS] * 4
-        assert list(store.blocks()) == []
+        assert listed_keys(store) == []
         store.close()
 
     @pytest.mark.parametrize("number", range(4))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from tests.disks import listed_keys
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
@@ -121,7 +122,7 @@ class Ledger:
 
 def read_all(store: DiskStore) -> dict[StoreKey, bytes]:
     """Every block that the store has, and no block is damaged."""
-    found = [block.key for block in store.blocks()]
+    found = listed_keys(store)
     buffers = [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in found]
     assert store.read_into(found, buffers) == [Read.HIT] * len(found)
     return {key: bytes(buffer) for key, buffer in zip(found, buffers, strict=True)}

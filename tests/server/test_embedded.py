@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.caches import ALICE, BLOCK_BYTES, PATIENCE_SECONDS, config, content, eventually, keys
+from tests.disks import listed_keys
 from tests.server.harness import engine, worker
 
 from kvstrata.core.config import Config
@@ -73,7 +74,7 @@ def save_through(path: Path, count: int) -> None:
 def blocks_on_disk(path: Path) -> int:
     store = DiskStore([path], block_bytes=BLOCK_BYTES, capacity_bytes=1 << 19)
     with contextlib.closing(store):
-        stored = {block.key for block in store.blocks()}
+        stored = set(listed_keys(store))
         buffer = memoryview(bytearray(BLOCK_BYTES))
         for i, block in enumerate(keys(*range(len(stored)))):
             store.read_into([ALICE + block], [buffer])

@@ -23,7 +23,7 @@ def test_a_hole_that_fits_is_filled_before_a_larger_run_is_cut() -> None:
 def test_neighbours_that_were_freed_one_by_one_are_one_run_again() -> None:
     free = FreeSlots(6, range(6))
     for slot in (4, 2, 3):
-        free.give(slot)
+        free.give([slot])
     assert free.take(3) == [2, 3, 4]
 
 
@@ -35,9 +35,22 @@ def test_without_a_long_run_the_batch_gets_the_pieces_there_are() -> None:
 
 def test_a_slot_freed_twice_is_a_bug() -> None:
     free = FreeSlots(4, [1, 2, 3])
-    free.give(2)
+    free.give([2])
     with pytest.raises(InvariantViolated, match="slot 2 is freed but was free"):
-        free.give(2)
+        free.give([2])
+
+
+def test_a_slot_freed_twice_at_once_is_a_bug() -> None:
+    free = FreeSlots(4, [1, 2, 3])
+    with pytest.raises(InvariantViolated, match="twice in one call"):
+        free.give([2, 3, 2])
+
+
+def test_runs_that_are_freed_together_are_runs() -> None:
+    free = FreeSlots(12, range(12))
+    free.give([7, 2, 1, 3, 8])
+    assert free.take(2) == [7, 8]
+    assert free.take(3) == [1, 2, 3]
 
 
 @given(
@@ -49,7 +62,7 @@ def test_no_slot_is_free_twice_or_lost(
     slots: int, used: set[int], steps: list[tuple[bool, int]]
 ) -> None:
     taken = {slot for slot in used if slot < slots}
-    free = FreeSlots(slots, taken)
+    free = FreeSlots(slots, sorted(taken))
     for takes, number in steps:
         if takes:
             got = free.take(number)
@@ -57,8 +70,8 @@ def test_no_slot_is_free_twice_or_lost(
             assert not taken & set(got)
             taken |= set(got)
         else:
-            for slot in sorted(taken)[number : number + 3]:
-                taken.remove(slot)
-                free.give(slot)
+            given = sorted(taken)[number : number + 3]
+            taken.difference_update(given)
+            free.give(given[::-1])
         assert free.free == slots - len(taken)
     assert set(free.take(slots)) == set(range(slots)) - taken

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.disks import listed
 
-from kvstrata.core.types import Read, StoredBlock, StoreKey, Write
+from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage import journal
 from kvstrata.storage.disk import DiskStore
 
@@ -47,9 +48,7 @@ class DiskMachine(RuleBasedStateMachine):
             max_blocks_per_file=4,
             lock_timeout_seconds=0,
         )
-        assert set(self.store.blocks()) == {
-            StoredBlock(key, parent) for key, (_, parent) in self.model.items()
-        }
+        assert dict(listed(self.store)) == {key: parent for key, (_, parent) in self.model.items()}
 
     @rule(wanted=batches, parent=st.none() | keys, is_aligned=st.booleans())
     def write(self, wanted: list[StoreKey], parent: StoreKey | None, is_aligned: bool) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.disks import listed, listed_keys
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.types import Read, StoredBlock, StoreKey, Write
+from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.store import Store
 
@@ -160,7 +161,7 @@ class TestRestart:
         put(store, 2, parent=key(1))
         store.close()
         store = make(tmp_path)
-        assert list(store.blocks()) == [StoredBlock(key(1), None), StoredBlock(key(2), key(1))]
+        assert listed(store) == [(key(1), None), (key(2), key(1))]
         assert [content(store, 1), content(store, 2)] == [block(1), block(2)]
         store.close()
 
@@ -170,13 +171,13 @@ class TestRestart:
         put(store, 2, parent=key(1))
         put(store, 4, parent=key(9))  # its parent is not stored
         put(store, 1)
-        assert [found.key for found in store.blocks()] == [key(1), key(2), key(3), key(4)]
+        assert listed_keys(store) == [key(4), key(1), key(2), key(3)]
         store.close()
 
     def test_a_ring_of_parents_still_lists_each_block_once(self, store: DiskStore) -> None:
         put(store, 1, parent=key(2))
         put(store, 2, parent=key(1))
-        assert sorted(found.key for found in store.blocks()) == [key(1), key(2)]
+        assert sorted(listed_keys(store)) == [key(1), key(2)]
 
     def test_removed_blocks_stay_removed(self, tmp_path: Path) -> None:
         store = make(tmp_path)
@@ -270,7 +271,7 @@ class TestClose:
             lambda: store.remove([key(1)]),
             lambda: store.drop_namespace(NAMESPACE),
             store.statistics,
-            store.blocks,
+            store.stored,
         ):
             with pytest.raises(TierUnavailable, match="is closed"):
                 call()

@@ -8,8 +8,9 @@ import pytest
 from kvstrata.core.errors import FormatError
 from kvstrata.core.types import StoreKey
 from kvstrata.storage.disk_system import FileSystem
-from kvstrata.storage.disk_table import BlockTable, parents_first
+from kvstrata.storage.disk_table import latest
 from kvstrata.storage.journal import (
+    HAS_PARENT,
     JOURNAL_NAME,
     RECORD_BYTES,
     Entry,
@@ -38,9 +39,10 @@ def make(directory: Path) -> Journal:
 
 
 def blocks(replay: Replay) -> dict[StoreKey, Entry]:
-    table = BlockTable(100000, replay.puts)
-    entries = {found.key: table.get(found.key) for found in parents_first(table.puts())}
-    return {key: entry for key, entry in entries.items() if entry is not None}
+    return {
+        key: Entry(slot, generation, parent if flags & HAS_PARENT else None)
+        for _, _, flags, _, _, slot, _, generation, key, parent in latest(replay.puts).tolist()
+    }
 
 
 def replayed(directory: Path) -> dict[StoreKey, Entry]:

@@ -37,6 +37,14 @@ def counted(numbers: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     yield from zip(*(part.tolist() for part in np.unique(numbers, return_counts=True)), strict=True)
 
 
+def distinct(numbers: NDArray[np.int32]) -> tuple[list[int], NDArray[np.intp]]:
+    """The different numbers, and which of them each one is."""
+    if len(numbers) and (numbers == numbers[0]).all():
+        return [int(numbers[0])], np.zeros(len(numbers), np.intp)
+    different, which = np.unique(numbers, return_inverse=True)
+    return different.tolist(), which
+
+
 def store_key_rows(store_keys: Sequence[StoreKey] | NDArray[np.uint8]) -> NDArray[np.uint8]:
     if isinstance(store_keys, np.ndarray):
         if store_keys.dtype.itemsize == STORE_KEY_BYTES:
@@ -57,8 +65,8 @@ def by_namespace(
     if (heads == heads[0]).all():
         yield rows[0, :NAMESPACE_ID_BYTES].tobytes(), slice(None)
         return
-    different, inverse = np.unique(heads, axis=0, return_inverse=True)
-    order = np.argsort(inverse.ravel(), kind="stable")
-    ends = np.cumsum(np.bincount(inverse.ravel(), minlength=len(different)))
-    for head, which in zip(different, np.split(order, ends[:-1]), strict=True):
-        yield head.tobytes(), which
+    order = np.lexsort(heads.T)  # stable, and quick with runs of equals: np.unique is neither
+    heads = heads[order]
+    starts = np.flatnonzero((heads[1:] != heads[:-1]).any(axis=1)) + 1
+    for which in np.split(order, starts):
+        yield rows[which[0], :NAMESPACE_ID_BYTES].tobytes(), which

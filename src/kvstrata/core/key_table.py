@@ -13,6 +13,7 @@ from kvstrata.core.key_rows import (
     Words,
     by_namespace,
     counted,
+    distinct,
     leading,
     rows_equal,
     store_key_rows,
@@ -221,18 +222,19 @@ class KeyTable:
         if len(ids) and numbers.min() < 0:
             raise InvariantViolated("the key of an id that is not in use is asked for")
         words = self._words_of(ids)
-        for number, _ in counted(numbers):
-            words[:, 0] ^= np.where(numbers == number, self._spaces.masks[number], np.uint64(0))
+        different, which = distinct(numbers)
+        masks = np.array([self._spaces.masks[number] for number in different], np.uint64)
+        words[:, 0] ^= masks[which]
         return words.view(np.uint8)
 
     def store_key_array(self, ids: BlockIds) -> KeyArray:
         """The keys of *ids* with their namespaces before them, shape ``(n, STORE_KEY_BYTES)``."""
         rows = np.empty((len(ids), STORE_KEY_BYTES), np.uint8)
         rows[:, NAMESPACE_ID_BYTES:] = self.keys(ids)
-        numbers = self._numbers.take(ids)
-        for number, _ in counted(numbers):
-            name = np.frombuffer(self._spaces.names[number] or b"", np.uint8)
-            rows[numbers == number, :NAMESPACE_ID_BYTES] = name
+        different, which = distinct(self._numbers.take(ids))
+        names = b"".join(self._spaces.names[number] or b"" for number in different)
+        heads = np.frombuffer(names, np.uint8).reshape(-1, NAMESPACE_ID_BYTES)
+        rows[:, :NAMESPACE_ID_BYTES] = heads[which]
         return rows
 
     def store_keys(self, ids: BlockIds) -> list[StoreKey]:

@@ -1,7 +1,7 @@
 """The words that every layer shares."""
 
 import enum
-from typing import Final, NamedTuple
+from typing import Final
 
 BlockKey = bytes
 """Identity of a block's content in context, ``BLOCK_KEY_BYTES`` long."""
@@ -37,10 +37,3 @@ class Write(enum.Enum):
     STORED = "stored"
     EXISTS = "exists"  # the key was there already; nothing was written
     FULL = "full"  # no room; the caller evicts and tries again, or gives up
-
-
-class StoredBlock(NamedTuple):
-    """One block of a persistent store, as found when it is opened."""
-
-    key: StoreKey
-    parent: StoreKey | None  # the block before it in its prompt; None for a first block

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -15,11 +15,9 @@ from kvstrata.core.keys import Keys, as_key_array
 from kvstrata.core.tiers import DiskTier, WriteWhen
 from kvstrata.core.types import (
     EXACT,
-    STORE_KEY_BYTES,
     BlockFormat,
     BlockKey,
     NamespaceId,
-    StoredBlock,
 )
 from kvstrata.index.policies import EvictionPolicy
 from kvstrata.index.tree import PrefixIndex
@@ -33,7 +31,7 @@ from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts, distinct
 from kvstrata.manager.recorder import Recorder
 from kvstrata.manager.report import CacheReport, OperationReport, TierReport
-from kvstrata.manager.residency import Bools, LowerTier, Residency, Rows
+from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 from kvstrata.manager.tasks import (
     UNSETTLED,
@@ -153,7 +151,7 @@ class KVManager:
         lower: dict[LowerTier, Cascade] = {}
         disk, remote = self._storage.disk, self._storage.remote
         if disk is not None:
-            self._cache.restore(*_rows(disk.data.blocks()))
+            self._cache.restore(*disk.data.stored())
             store = self._storage.as_blocks(disk.data)
             limits = _limits_of(config.disk_tier)
             lower["disk"] = Cascade("disk", store, self._cache, self._desk, limits=limits)
@@ -491,18 +489,6 @@ def _policy_of(
 ) -> EvictionPolicy:
     chosen = config.host_tier if tier == "host" else config.disk_tier
     return make_policy(chosen.eviction if chosen else "lru", index, blocks)
-
-
-def _rows(blocks: Iterable[StoredBlock]) -> tuple[Rows, Rows, Bools]:
-    """Keys and parents of *blocks*, one a row, and which have a parent."""
-    found = list(blocks)
-    keys = b"".join(block.key for block in found)
-    parents = b"".join(block.parent or bytes(STORE_KEY_BYTES) for block in found)
-    return (
-        np.frombuffer(keys, np.uint8).reshape(-1, STORE_KEY_BYTES),
-        np.frombuffer(parents, np.uint8).reshape(-1, STORE_KEY_BYTES),
-        np.array([block.parent is not None for block in found], np.bool_),
-    )
 
 
 def _limits_of(tier: DiskTier | None) -> TransferLimits:

@@ -4,27 +4,23 @@
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
+
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.core.types import (
-    NAMESPACE_ID_BYTES,
-    NamespaceId,
-    Read,
-    StoredBlock,
-    StoreKey,
-    Write,
-)
+from kvstrata.core.keys import ABSENT, BlockIds
+from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.disk_directory import Wanted, open_directories, store_name
 from kvstrata.storage.disk_free import FreeSlots
 from kvstrata.storage.disk_slots import Piece
 from kvstrata.storage.disk_system import FileSystem
-from kvstrata.storage.disk_table import BlockTable, parents_first
+from kvstrata.storage.disk_table import BlockTable, StoredArrays
 from kvstrata.storage.journal import Entry, put_records
 from kvstrata.storage.store import StoreStatistics
 
@@ -35,13 +31,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Reservation:
-    """A slot that is being filled; nobody else sees it until it is published."""
+    """The slots that one call fills; nobody else sees them until they are published."""
 
-    position: int  # in the batch
-    key: StoreKey
-    entry: Entry
-    dropped: bool = False
-    published: bool = False
+    positions: list[int]  # in the batch of the call
+    pieces: list[Piece]
+    dropped: set[int] = field(default_factory=set)  # numbers of pieces whose namespace was dropped
+    published: set[int] = field(default_factory=set)  # numbers of pieces
+
+    @property
+    def slots(self) -> list[int]:
+        return [piece.entry.slot for piece in self.pieces]
 
 
 class DiskStore:
@@ -93,7 +92,7 @@ class DiskStore:
         self._lock = Lock()
         self._table = BlockTable(self._slots, replay.puts)
         self._generation = replay.generation
-        self._reservations: set[_Reservation] = set()
+        self._reserved: set[_Reservation] = set()
         self._readers: dict[int, int] = {}
         self._parting: set[int] = set()  # free as soon as their readers are gone
         self._free = FreeSlots(self._slots, self._table.used_slots)
@@ -106,15 +105,16 @@ class DiskStore:
         """Whether data bypasses the page cache (``O_DIRECT``)."""
         return self._files.direct
 
-    def blocks(self) -> Iterator[StoredBlock]:
+    def stored(self) -> StoredArrays:
         """Every block held at the time of the call, a parent before its children."""
         with self._call("looked up"), self._lock:
-            puts = self._table.puts()
-        return parents_first(puts)
+            return self._table.stored()
 
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+        check_keys(keys)
         with self._call("looked up"), self._lock:
-            return [key in self._table for key in keys]
+            found: list[bool] = (self._table.find(keys) != ABSENT).tolist()
+            return found
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         check_keys(keys)
@@ -136,24 +136,27 @@ class DiskStore:
         check_lengths(buffers, self._block_bytes, variable=False)
         check_keys(parents)
         with self._call("written"):
-            fates, reserved = self._reserve(keys, parents)
+            fates, reserved = self._reserve(keys, parents, buffers)
             try:
-                self._files.write([Piece(r.key, r.entry, buffers[r.position]) for r in reserved])
-                self._files.sync(reservation.entry.slot for reservation in reserved)
+                self._files.write(reserved.pieces)
+                self._files.sync(reserved.slots)
                 self._publish(reserved, fates)
             finally:
                 self._release_unpublished(reserved)
             return fates
 
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
+        check_keys(keys)
+        unreported = set(keys)
+        first = [_take(unreported, key) for key in keys]
         with self._call("changed"), self._journal_lock:
             with self._lock:
-                entries = {key: self._table.get(key) for key in keys}
-            found = {key: entry for key, entry in entries.items() if entry is not None}
-            if found:
-                self._forget(found)
-            unreported = set(found)
-            return [_take(unreported, key) for key in keys]
+                ids = self._table.find(keys)
+            found = (ids != ABSENT) & np.array(first, np.bool_)
+            if found.any():
+                self._forget(ids[found])
+            removed: list[bool] = found.tolist()
+            return removed
 
     def drop_namespace(self, namespace_id: NamespaceId) -> int:
         """Forget every block of *namespace_id*, durably, and return how many there were.
@@ -166,15 +169,25 @@ class DiskStore:
         with self._call("changed"), self._journal_lock:
             self._journal.drop(namespace_id)
             with self._lock:
-                for reservation in self._reservations:
-                    reservation.dropped |= reservation.key.startswith(namespace_id)
-                victims = self._table.keys_of(namespace_id)
-                slots = self._part([self._table.pop(key) for key in victims])
+                for reserved in self._reserved:
+                    reserved.dropped.update(
+                        number
+                        for number, piece in enumerate(reserved.pieces)
+                        if piece.key.startswith(namespace_id)
+                    )
+                pieces = self._table.of_namespace(namespace_id)
+            slots: list[int] = []
+            blocks = 0
+            for ids in pieces:  # nothing is published meanwhile: the journal is ours
+                with self._lock:
+                    slots += self._part(self._table.slots(ids))
+                    self._table.forget(ids)
+                    blocks += len(ids)
             try:
                 self._journal.sync()
             finally:
                 self._release(slots)
-            return len(victims)
+            return blocks
 
     def statistics(self) -> StoreStatistics:
         with self._call("looked up"), self._lock:
@@ -215,7 +228,7 @@ class DiskStore:
 
     def _pin(self, keys: Sequence[StoreKey]) -> list[Entry | None]:
         with self._lock:
-            entries = [self._table.get(key) for key in keys]
+            entries = self._table.entries(self._table.find(keys))
             for entry in entries:
                 if entry is not None:
                     self._readers[entry.slot] = self._readers.get(entry.slot, 0) + 1
@@ -254,64 +267,79 @@ class DiskStore:
     def _forget_damaged(self, key: StoreKey, entry: Entry) -> None:
         with self._journal_lock:
             with self._lock:
-                if self._table.get(key) != entry:
+                ids = self._table.find([key])
+                if self._table.entries(ids) != [entry]:
                     return  # removed or replaced meanwhile
-            self._forget({key: entry})
+            self._forget(ids)
             with self._lock:
                 self._corrupt_blocks += 1
         _log.warning("disk store %s: slot %d is damaged", self._name, entry.slot)
 
     def _reserve(
-        self, keys: Sequence[StoreKey], parents: Sequence[StoreKey | None]
-    ) -> tuple[list[Write], list[_Reservation]]:
+        self,
+        keys: Sequence[StoreKey],
+        parents: Sequence[StoreKey | None],
+        buffers: Sequence[memoryview],
+    ) -> tuple[list[Write], _Reservation]:
         fates = [Write.EXISTS] * len(keys)
         with self._lock:
             fresh: dict[StoreKey, int] = {}
-            for position, key in enumerate(keys):
-                if key not in self._table:
-                    fresh.setdefault(key, position)
+            for position in np.flatnonzero(self._table.find(keys) == ABSENT).tolist():
+                fresh.setdefault(keys[position], position)
             slots = self._free.take(len(fresh))
-            reserved = []
-            for position, slot in zip(fresh.values(), slots, strict=False):
-                entry = Entry(slot, self._generation, parents[position])
-                self._generation += 1
-                reserved.append(_Reservation(position, keys[position], entry))
-            self._reservations.update(reserved)
-        full = set(list(fresh)[len(slots) :])
-        fates = [Write.FULL if key in full else fate for key, fate in zip(keys, fates, strict=True)]
-        for reservation in reserved:
-            fates[reservation.position] = Write.STORED
+            positions = list(fresh.values())[: len(slots)]
+            reserved = _Reservation(
+                positions,
+                [
+                    Piece(
+                        keys[position],
+                        Entry(slot, generation, parents[position]),
+                        buffers[position],
+                    )
+                    for generation, (position, slot) in enumerate(
+                        zip(positions, slots, strict=True), self._generation
+                    )
+                ],
+            )
+            self._generation += len(slots)
+            self._reserved.add(reserved)
+        for position in positions:
+            fates[position] = Write.STORED
+        if len(slots) < len(fresh):
+            full = set(list(fresh)[len(slots) :])
+            fates = [Write.FULL if key in full else f for key, f in zip(keys, fates, strict=True)]
         return fates, reserved
 
-    def _publish(self, reserved: Sequence[_Reservation], fates: list[Write]) -> None:
+    def _publish(self, reserved: _Reservation, fates: list[Write]) -> None:
         """Make written blocks visible, except where another thread or a drop came first."""
         with self._journal_lock:
-            fresh = []
             with self._lock:
-                for reservation in reserved:
-                    if reservation.key in self._table:
-                        fates[reservation.position] = Write.EXISTS
-                    elif not reservation.dropped:
-                        fresh.append(reservation)
+                there = self._table.find([piece.key for piece in reserved.pieces]) != ABSENT
+            for number in np.flatnonzero(there).tolist():
+                fates[reserved.positions[number]] = Write.EXISTS
+            fresh = [n for n in np.flatnonzero(~there).tolist() if n not in reserved.dropped]
             if not fresh:
                 return
-            self._journal.put(put_records((r.key, r.entry) for r in fresh))
+            pieces = [reserved.pieces[number] for number in fresh]
+            puts = put_records((piece.key, piece.entry) for piece in pieces)
+            self._journal.put(puts)
             with self._lock:
-                for reservation in fresh:
-                    reservation.published = True
-                    self._table.put(reservation.key, reservation.entry)
+                self._table.put(puts)
+                reserved.published.update(fresh)
             self._compact_journal()
 
-    def _release_unpublished(self, reserved: Sequence[_Reservation]) -> None:
+    def _release_unpublished(self, reserved: _Reservation) -> None:
         with self._lock:
-            self._reservations.difference_update(reserved)
-        self._release([r.entry.slot for r in reserved if not r.published])
+            self._reserved.remove(reserved)
+        slots = enumerate(reserved.slots)
+        self._release([slot for number, slot in slots if number not in reserved.published])
 
-    def _forget(self, blocks: Mapping[StoreKey, Entry]) -> None:
-        """Journal that *blocks* are gone, then free their slots. Needs the journal lock."""
-        self._journal.remove(put_records(blocks.items()))
+    def _forget(self, ids: BlockIds) -> None:
+        """Journal that blocks are gone, then free their slots. Needs the journal lock."""
+        self._journal.remove(self._table.records(ids))
         with self._lock:
-            slots = self._part([self._table.pop(key) for key in blocks])
+            slots = self._part(self._table.slots(ids))
+            self._table.forget(ids)
         self._release(slots)
         self._compact_journal()
 
@@ -322,7 +350,7 @@ class DiskStore:
         with self._lock:
             generation = self._generation
         try:
-            self._journal.compact(self._table.puts(), generation)
+            self._journal.compact(self._table.all_records(), generation)
         except OSError as e:
             _log.warning("journal of %s could not be compacted: %s", self._name, e)
 
@@ -339,8 +367,7 @@ class DiskStore:
             except OSError as e:
                 _log.warning("disk store %s: room could not be given back: %s", self._name, e)
         with self._lock:
-            for slot in slots:
-                self._free.give(slot)
+            self._free.give(slots)
 
 
 def _take(keys: set[StoreKey], key: StoreKey) -> bool:

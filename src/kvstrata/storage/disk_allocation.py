@@ -5,9 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstrata.storage.disk_files import exists, remove_file, sync_directory
 from kvstrata.storage.disk_system import FileSystem
-from kvstrata.storage.superblock import Superblock
+from kvstrata.storage.superblock import Slots, Superblock
+
+Flags = NDArray[np.bool_]
 
 
 def slot_path(directory: Path, number: int) -> Path:
@@ -22,15 +27,20 @@ def slot_files(paths: Sequence[Path], superblock: Superblock) -> Iterator[tuple[
             yield slot_path(path, number), slots * superblock.slot_bytes
 
 
-def whole_slots(
-    system: FileSystem, paths: Sequence[Path], superblock: Superblock
-) -> list[list[int]]:
-    """Number of whole slots that each slot file of each directory has; 0 for a missing file."""
-    found = []
+def on_disk(
+    system: FileSystem, paths: Sequence[Path], superblock: Superblock, slots: Slots
+) -> Flags:
+    """Which of *slots* are whole in their slot files; not one that the store has not got."""
+    files = [len(superblock.file_slots(directory)) for directory in range(len(paths))]
+    whole = np.zeros((len(paths), max(files)), np.int64)  # slots in each file
     for directory, path in enumerate(paths):
-        files = [slot_path(path, n) for n in range(len(superblock.file_slots(directory)))]
-        sizes = [system.stat(file).st_size if exists(system, file) else 0 for file in files]
-        found.append([size // superblock.slot_bytes for size in sizes])
+        for number in range(files[directory]):
+            file = slot_path(path, number)
+            if exists(system, file):
+                whole[directory, number] = system.stat(file).st_size // superblock.slot_bytes
+    found = slots < superblock.slots
+    directories, numbers, positions = superblock.places(slots[found])
+    found[found] = positions < whole[directories, numbers]
     return found
 
 

@@ -16,14 +16,14 @@ from typing import Final
 import numpy as np
 
 from kvstrata.core.errors import ConfigError, FormatError
-from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoreKey
-from kvstrata.storage.disk_allocation import preallocate, slot_files, whole_slots
+from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId
+from kvstrata.storage.disk_allocation import Flags, on_disk, preallocate, slot_files
 from kvstrata.storage.disk_directory import store_name
 from kvstrata.storage.disk_files import exists, read_file
 from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
 from kvstrata.storage.disk_slots import Piece, SlotFiles
 from kvstrata.storage.disk_system import FileSystem
-from kvstrata.storage.disk_table import BlockTable
+from kvstrata.storage.disk_table import latest
 from kvstrata.storage.journal import JOURNAL_NAME, Entry, Journal, Records, Replay, load_journal
 from kvstrata.storage.superblock import SUPERBLOCK_NAME, Superblock, load_superblock
 
@@ -152,13 +152,9 @@ def _check(
     progress: Callable[[int, int], None],
 ) -> tuple[CheckReport, Records]:
     """What is found, and the records of the good blocks."""
-    there = _on_disk(system, paths, superblock, replay.puts)
-    table = BlockTable(superblock.slots, replay.puts[there])
-    puts = table.puts()
-    keys: list[StoreKey] = puts["key"].tolist()
-    blocks = [(key, entry) for key in keys if (entry := table.get(key)) is not None]
-    good = _prove(system, paths, superblock, blocks, progress)
-    is_good = np.fromiter((key in good for key in keys), np.bool_, len(keys))
+    there = on_disk(system, paths, superblock, replay.puts["slot"].astype(np.int64))
+    puts = latest(replay.puts[there])
+    is_good = _prove(system, paths, superblock, puts, progress)
     report = CheckReport(
         superblock,
         good_blocks=_by_namespace(puts[is_good]),
@@ -177,54 +173,42 @@ def _check(
     return report, puts[is_good]
 
 
-def _on_disk(
-    system: FileSystem, paths: Sequence[Path], superblock: Superblock, puts: Records
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which of *puts* have their whole slot in a slot file."""
-    whole = whole_slots(system, paths, superblock)
-
-    def is_there(slot: int) -> bool:
-        if slot >= superblock.slots:
-            return False
-        directory, file, position = superblock.place(slot)
-        return position < whole[directory][file]
-
-    return np.fromiter(map(is_there, puts["slot"].tolist()), np.bool_, len(puts))
-
-
 def _prove(
     system: FileSystem,
     paths: Sequence[Path],
     superblock: Superblock,
-    blocks: list[tuple[StoreKey, Entry]],
+    puts: Records,
     progress: Callable[[int, int], None],
-) -> set[StoreKey]:
-    """The keys of those of *blocks* that are right, read in the order in which they lie."""
-    blocks = sorted(blocks, key=lambda block: block[1].slot)
+) -> Flags:
+    """Which blocks of *puts* are right, read in the order in which they lie."""
     count = max(1, _BATCH_BYTES // superblock.slot_bytes)
     room = memoryview(mmap.mmap(-1, count * superblock.payload_bytes))
     starts = range(0, len(room), superblock.payload_bytes)
     buffers = [room[start : start + superblock.block_bytes] for start in starts]
-    good: set[StoreKey] = set()
+    order = np.argsort(puts["slot"])
+    good = np.zeros(len(puts), np.bool_)
     with closing(SlotFiles(_Untouched(system), paths, superblock)) as files:
-        for done in range(0, len(blocks), count):
-            progress(done, len(blocks))
-            batch = blocks[done : done + count]
-            pieces = [Piece(*block, buffer) for block, buffer in zip(batch, buffers, strict=False)]
-            good |= _right(files, pieces)
-    progress(len(blocks), len(blocks))
+        for done in range(0, len(order), count):
+            progress(done, len(order))
+            batch = order[done : done + count]
+            columns = (puts[batch][name].tolist() for name in ("key", "slot", "generation"))
+            pieces = [
+                Piece(key, Entry(slot, generation, None), buffer)
+                for key, slot, generation, buffer in zip(*columns, buffers, strict=False)
+            ]
+            good[batch] = _right(files, pieces)
+    progress(len(order), len(order))
     return good
 
 
-def _right(files: SlotFiles, pieces: Sequence[Piece]) -> set[StoreKey]:
-    """The keys of those of *pieces* that can be read and are what they should be."""
+def _right(files: SlotFiles, pieces: Sequence[Piece]) -> list[bool]:
+    """Which of *pieces* can be read and are what they should be."""
     try:
-        proved = files.read(pieces)
+        return files.read(pieces)
     except OSError:
         if len(pieces) == 1:
-            return set()
-        return set().union(*(_right(files, [piece]) for piece in pieces))
-    return {piece.key for piece, is_right in zip(pieces, proved, strict=True) if is_right}
+            return [False]
+        return [right for piece in pieces for right in _right(files, [piece])]
 
 
 def _by_namespace(puts: Records) -> dict[NamespaceId, int]:

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from kvstrata.core.errors import ConfigError, FormatError
-from kvstrata.storage.disk_allocation import preallocate, slot_files, whole_slots
+from kvstrata.storage.disk_allocation import on_disk, preallocate, slot_files
 from kvstrata.storage.disk_files import exists, remove_file, sync_directory
 from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
 from kvstrata.storage.disk_slots import SlotFiles
@@ -46,7 +46,7 @@ from kvstrata.storage.superblock import (
 _TEMPORARIES: Final = (f"{SUPERBLOCK_NAME}.tmp", f"{JOURNAL_NAME}.tmp")
 _NOT_OURS_TO_MIND: Final = {LOCK_NAME, f"{SUPERBLOCK_NAME}.tmp", "lost+found"}
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-_LAST_SLOT: Final = 2**32 - 1
+_MOST_SLOTS: Final = 2**29  # that the table in memory has numbers for
 _STRIPE_BYTES: Final = 4 << 20  # as much as one I/O thread of the server reads at once
 
 
@@ -67,11 +67,11 @@ class Wanted:
             )
         one = Superblock(store_id, self.block_bytes, 1, self.max_blocks_per_file, directories, 1)
         slots = self.capacity_bytes // one.slot_bytes
-        if not directories <= slots <= _LAST_SLOT:
+        if not directories <= slots <= _MOST_SLOTS:
             raise ConfigError(
                 f"a disk capacity of {self.capacity_bytes} bytes is {slots} slots of "
                 f"{one.slot_bytes} bytes (blocks of {self.block_bytes}), possible are "
-                f"{directories} to {_LAST_SLOT}",
+                f"{directories} to {_MOST_SLOTS}",
                 hint="set the capacity of the disk tier to at least "
                 f"{directories * one.slot_bytes} bytes",
             )
@@ -293,15 +293,8 @@ def _forget_lost(
     system: FileSystem, paths: Sequence[Path], found: Superblock, replay: Replay
 ) -> None:
     """Remove the blocks whose slot is not on disk."""
-    slots = replay.puts["slot"].astype(np.int64)
-    directories, files, positions = found.places(slots)
-    whole = whole_slots(system, paths, found)
-    room = np.zeros((len(paths), max(map(len, whole))), np.int64)
-    for number, sizes in enumerate(whole):
-        room[number, : len(sizes)] = sizes
-    kept = slots < found.slots
-    kept[kept] = positions[kept] < room[directories[kept], files[kept]]
-    replay.lost = len(slots) - int(np.count_nonzero(kept))
+    kept = on_disk(system, paths, found, replay.puts["slot"].astype(np.int64))
+    replay.lost = len(kept) - int(np.count_nonzero(kept))
     if replay.lost:
         replay.puts = replay.puts[kept]
         replay.compact = False

@@ -1,8 +1,9 @@
 """The free slots of a disk store, handed out in runs so that a batch is one piece on disk."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
 
@@ -14,12 +15,12 @@ class FreeSlots:
     one that was freed last first.
     """
 
-    def __init__(self, slots: int, used: Iterable[int]) -> None:
+    def __init__(self, slots: int, used: Sequence[int] | NDArray[np.integer]) -> None:
         """*used* are the slots that are taken, in any order, each once."""
         self._ends: dict[int, int] = {}  # first slot of a run: the slot after it
         self._starts: dict[int, int] = {}  # the slot after a run: its first slot
         self._sizes: list[dict[int, None]] = [{} for _ in range(slots.bit_length() + 1)]
-        taken = np.sort(np.fromiter(used, np.int64))
+        taken = np.sort(np.asarray(used, np.int64))
         starts = np.concatenate(([0], taken + 1))
         ends = np.concatenate((taken, [slots]))
         is_run = starts < ends
@@ -42,17 +43,32 @@ class FreeSlots:
             self.free -= used_end - start
         return taken
 
-    def give(self, slot: int) -> None:
-        """*slot* is free again; raises ``InvariantViolated`` if a neighbouring run has it."""
-        if slot in self._ends or slot + 1 in self._starts:
-            raise InvariantViolated(f"slot {slot} is freed but was free")
-        start, end = self._starts.get(slot, slot), self._ends.get(slot + 1, slot + 1)
-        if start < slot:
-            self._drop(start, slot)
-        if slot + 1 < end:
-            self._drop(slot + 1, end)
-        self._add(start, end)
-        self.free += 1
+    def give(self, slots: Sequence[int]) -> None:
+        """*slots* are free again; raises ``InvariantViolated`` if one is twice there.
+
+        So it does if a neighbouring run of free slots has one.
+        """
+        if not len(slots):
+            return
+        given = np.sort(np.asarray(slots, np.int64))
+        steps = np.diff(given)
+        if (steps == 0).any():
+            raise InvariantViolated("a slot is freed twice in one call")
+        breaks = np.flatnonzero(steps != 1) + 1
+        starts, ends = given[[0, *breaks]], given[[*(breaks - 1), -1]] + 1
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            self._give_run(start, end)
+        self.free += len(given)
+
+    def _give_run(self, start: int, end: int) -> None:
+        if start in self._ends or end in self._starts:
+            raise InvariantViolated(f"slot {start} is freed but was free")
+        first, last = self._starts.get(start, start), self._ends.get(end, end)
+        if first < start:
+            self._drop(first, start)
+        if end < last:
+            self._drop(end, last)
+        self._add(first, last)
 
     def _run(self, count: int) -> tuple[int, int]:
         """A run of at least *count* slots, preferably small; the longest class if there is none."""

@@ -5,12 +5,13 @@ and the caller's memory with no copy in between, past the page cache where the f
 (``O_DIRECT``). ``docs/on-disk-format.md`` has the byte layout.
 """
 
+import ctypes
 import errno
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -38,6 +39,14 @@ class Piece(NamedTuple):
     key: StoreKey
     entry: Entry
     buffer: memoryview
+
+
+class _Run(NamedTuple):
+    """Neighbouring slots of one file."""
+
+    fd: int
+    offset_bytes: int
+    positions: list[int]  # of the slots in what the caller has given
 
 
 class _Scratch(threading.local):
@@ -79,65 +88,62 @@ class SlotFiles:
         disk does.
         """
         proved = [False] * len(pieces)
-        for run in self._runs(pieces):
-            for position, is_proved in zip(
-                run, self._read_run([pieces[position] for position in run]), strict=True
-            ):
+        for run in self._runs_of(pieces):
+            mine = [pieces[position] for position in run.positions]
+            for position, is_proved in zip(run.positions, self._read_run(run, mine), strict=True):
                 proved[position] = is_proved
         return proved
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Write every buffer and its footer into its slot; durable after ``sync``."""
-        for run in self._runs(pieces):
-            self._write_run([pieces[position] for position in run])
+        for run in self._runs_of(pieces):
+            self._write_run(run, [pieces[position] for position in run.positions])
 
-    def sync(self, slots: Iterable[int]) -> None:
+    def sync(self, slots: Sequence[int]) -> None:
         """Make what was written into *slots* durable: one ``fdatasync`` per file."""
-        for directory, file in {self._superblock.place(slot)[:2] for slot in slots}:
+        directories, files, _ = self._superblock.places(np.array(slots, np.int64))
+        for directory, file in set(zip(directories.tolist(), files.tolist(), strict=True)):
             self._system.fdatasync(self._fds[directory][file])
 
-    def discard(self, slots: Iterable[int]) -> None:
+    def discard(self, slots: Sequence[int]) -> None:
         """Give the room of *slots* back to the file system until they are written again."""
-        run: list[int] = []
-        for slot in [*sorted(slots), -1]:
-            if run and not self._adjoin(run[-1], slot):
-                fd, offset_bytes = self._locate(run[0])
-                self._system.punch_hole(fd, offset_bytes, len(run) * self._slot_bytes)
-                run = []
-            run.append(slot)
+        for run in self._runs(slots, [False] * len(slots), len(slots)):
+            length_bytes = len(run.positions) * self._slot_bytes
+            self._system.punch_hole(run.fd, run.offset_bytes, length_bytes)
 
     def close(self) -> None:
         while self._fds:
             for fd in self._fds.pop():
                 self._system.close(fd)
 
-    def _runs(self, pieces: Sequence[Piece]) -> Iterator[list[int]]:
-        """The positions of *pieces*, grouped to what one call moves."""
-        run: list[int] = []
-        last = -1
-        for position in sorted(range(len(pieces)), key=lambda p: pieces[p].entry.slot):
-            slot = pieces[position].entry.slot
-            bounced = self._must_bounce(pieces[position].buffer)
-            if run and (bounced or len(run) == self._call_slots or not self._adjoin(last, slot)):
-                yield run
-                run = []
-            run.append(position)
-            last = -1 if bounced else slot
-        if run:
+    def _runs_of(self, pieces: Sequence[Piece]) -> Iterator[_Run]:
+        """*pieces* grouped to what one call moves."""
+        slots = [piece.entry.slot for piece in pieces]
+        alone = [self._must_bounce(piece.buffer) for piece in pieces]
+        return self._runs(slots, alone, self._call_slots)
+
+    def _runs(self, slots: Sequence[int], alone: Sequence[bool], most: int) -> Iterator[_Run]:
+        """*slots* grouped to neighbours: *most* at most, and those *alone* each for itself."""
+        order = np.argsort(np.array(slots, np.int64), kind="stable")
+        places = self._superblock.places(np.array(slots, np.int64)[order])
+        run = _Run(-1, -1, [])
+        next_place: tuple[int, int, int] | None = None
+        columns = order.tolist(), *(column.tolist() for column in places)
+        for position, directory, file, row in zip(*columns, strict=True):
+            here = (directory, file, row)
+            if here != next_place or alone[position] or len(run.positions) == most:
+                if run.positions:
+                    yield run
+                run = _Run(self._fds[directory][file], row * self._slot_bytes, [])
+            run.positions.append(position)
+            next_place = None if alone[position] else (directory, file, row + 1)
+        if run.positions:
             yield run
 
-    def _adjoin(self, slot: int, other: int) -> bool:
-        """Whether *other* comes right after *slot* in the same file."""
-        if other != slot + 1 or slot < 0:
-            return False
-        directory, file, position = self._superblock.place(slot)
-        return self._superblock.place(other) == (directory, file, position + 1)
-
-    def _read_run(self, pieces: Sequence[Piece]) -> list[bool]:
+    def _read_run(self, run: _Run, pieces: Sequence[Piece]) -> list[bool]:
         bounced = self._must_bounce(pieces[0].buffer)
         parts = self._bounce_parts() if bounced else self._parts(pieces)
-        fd, offset_bytes = self._locate(pieces[0].entry.slot)
-        whole = self._system.preadv(fd, parts, offset_bytes) // self._slot_bytes
+        whole = self._system.preadv(run.fd, parts, run.offset_bytes) // self._slot_bytes
         if bounced:
             payload = parts[0][: self._block_bytes]
             if not (whole and self._proves(parts[0], pieces[0], payload)):
@@ -150,11 +156,13 @@ class SlotFiles:
         ]
         if len(pieces) == 1:
             return proved or [False]
-        for piece in pieces[whole:]:  # after a short read: a slot alone is read whole or not there
-            proved += self._read_run([piece])
+        # After a short read: a slot alone is read whole or not there.
+        for number, piece in enumerate(pieces[whole:], whole):
+            rest = _Run(run.fd, run.offset_bytes + number * self._slot_bytes, [0])
+            proved += self._read_run(rest, [piece])
         return proved
 
-    def _write_run(self, pieces: Sequence[Piece]) -> None:
+    def _write_run(self, run: _Run, pieces: Sequence[Piece]) -> None:
         if self._must_bounce(pieces[0].buffer):
             parts = self._bounce_parts()
             np.copyto(_array(parts[0][: self._block_bytes]), _array(pieces[0].buffer))
@@ -164,8 +172,7 @@ class SlotFiles:
             tails = parts[1::2]
         for piece, tail in zip(pieces, tails, strict=True):
             tail[-PAGE_BYTES:][:_SEALED_BYTES] = self._footer(piece)
-        fd, offset_bytes = self._locate(pieces[0].entry.slot)
-        self._write_vectors(fd, parts, offset_bytes)
+        self._write_vectors(run.fd, parts, run.offset_bytes)
 
     def _parts(self, pieces: Sequence[Piece]) -> list[memoryview]:
         """Buffer, rest of the slot, buffer, rest of the slot: what one vectored call moves."""
@@ -178,10 +185,6 @@ class SlotFiles:
     def _bounce_parts(self) -> list[memoryview]:
         """A whole slot in scratch memory."""
         return [self._scratch.memory[: self._slot_bytes]]
-
-    def _locate(self, slot: int) -> tuple[int, int]:
-        directory, file, position = self._superblock.place(slot)
-        return self._fds[directory][file], position * self._slot_bytes
 
     def _must_bounce(self, buffer: memoryview) -> bool:
         if not self.direct:
@@ -251,4 +254,6 @@ def _array(view: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _address(view: memoryview) -> int:
-    return int(_array(view).__array_interface__["data"][0])
+    if view.readonly:
+        return int(_array(view).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -22,6 +22,7 @@ import numpy as np
 from kvstrata.core.errors import FormatError
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoreKey
 from kvstrata.storage.checksum import DIGEST_BYTES, is_sealed, seal
+from kvstrata.storage.crc import all_right
 from kvstrata.storage.disk_files import read_file, replace_file, sync_directory, write_all
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.superblock import FORMAT_VERSION, START_EMPTY, check_version
@@ -139,6 +140,8 @@ def _load_header(path: Path, data: memoryview, store_id: bytes) -> Replay:
 
 def _intact(body: memoryview) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which records of *body* have the right checksum."""
+    if all_right(body, RECORD_BYTES):
+        return np.ones(len(body) // RECORD_BYTES, np.bool_)
     crc32 = zlib.crc32
     right = [crc32(rest) == crc for crc, rest in _CHECKED.iter_unpack(body)]
     return np.array(right, np.bool_)
