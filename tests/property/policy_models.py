@@ -1,5 +1,6 @@
 """Eviction policies as one would write them on paper: one block at a time, time no object."""
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol
@@ -128,10 +129,10 @@ class PlainCostAware:
         self.average = 0.0
 
     def value(self, block: int) -> float:
-        return self.costs[block] * (1 + self.uses[block])
+        return math.sqrt(math.sqrt(self.costs[block])) * (1 + math.log2(1 + self.uses[block]))
 
     def put(self, block: int, value: float) -> None:
-        level = self.lowest + min(max(int(value * (8 / self.average)), 1), 63)
+        level = self.lowest + min(max(int(value * (16 / self.average)), 1), 63)
         self.rank[block] = (level, self.moves)
         self.moves += 1
 

@@ -131,7 +131,7 @@ class Report:
         yield "hits, of all blocks", f"{self.hit_rate(outcome):.1%}"
         yield "hits, of the possible", f"{self._share(outcome):.1%}"
         if outcome.policy == OPTIMUM:
-            yield "prefill saved", _duration(outcome.prefill_seconds)
+            yield "prefill saved", f"≤ {_duration(outcome.prefill_seconds)}"
             return
         has_disk = outcome.sizes.disk_bytes > 0
         if has_disk:
@@ -164,8 +164,9 @@ class Report:
             cells = [human_bytes(count) for count in bytes_of[: len(titles)]]
             for name in names:
                 outcome = found[each, name]
+                at_most = "≤ " if name == OPTIMUM else ""
                 saved = _duration(outcome.prefill_seconds)
-                cells.append(f"{self.hit_rate(outcome):.1%}, {saved}")
+                cells.append(f"{self.hit_rate(outcome):.1%}, {at_most}{saved}")
             table.add_row(*cells)
         return table
 

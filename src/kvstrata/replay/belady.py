@@ -23,7 +23,7 @@ _SPARE_ENTRIES = 1024  # of the heaps, before dead ones are swept
 
 
 class Optimum(NamedTuple):
-    """What MIN reaches with some room. Most hits: no cache has more; it may save fewer seconds."""
+    """What MIN reaches with some room: no cache has more hits. ``savings`` bounds the seconds."""
 
     capacity_blocks: int
     hit_blocks: int

@@ -15,7 +15,7 @@ OPTIMUM: Final = "optimum"
 class Outcome:
     """One trace through tiers of one size under one policy. Counts are of blocks."""
 
-    policy: str  # OPTIMUM: MIN, over both tiers
+    policy: str  # OPTIMUM: two bounds over both tiers, on hits and on seconds
     sizes: Sizes
     host_hits: int  # loaded from host memory; all hits of the optimum, which knows no tiers
     disk_hits: int  # read from disk to be loaded
@@ -25,7 +25,7 @@ class Outcome:
     written: int = 0  # to disk
     evicted_host: int = 0
     evicted_disk: int = 0
-    prefill_seconds: float = 0.0  # of computing, that the hits have saved
+    prefill_seconds: float = 0.0  # of computing, that the hits have saved; optimum: at most
     load_seconds: float = 0.0  # that loading them took
     peak_write_bytes_per_second: float = 0.0  # to disk, in the busiest minute of the trace
     peak_read_bytes_per_second: float = 0.0  # from disk

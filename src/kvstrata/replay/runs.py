@@ -13,6 +13,7 @@ from kvstrata.replay.belady import find_optimum
 from kvstrata.replay.cost import Costs
 from kvstrata.replay.outcome import OPTIMUM, Outcome
 from kvstrata.replay.reuse import Reuse
+from kvstrata.replay.savings import most_saved_seconds
 from kvstrata.replay.simulator import CachePlan, simulate
 from kvstrata.replay.sizes import Sizes
 from kvstrata.replay.spool import Spool
@@ -87,7 +88,8 @@ def _run(study: Study, run: Run, on_event: Callable[[int], None]) -> Outcome:
     block_bytes = study.costs.block_bytes
     capacity = run.host_bytes // block_bytes + run.disk_bytes // block_bytes
     found = find_optimum(study.spool, study.reuse, capacity, study.costs.prefill_seconds, on_event)
-    return Outcome(OPTIMUM, run, found.hit_blocks, 0, prefill_seconds=found.saved_seconds)
+    saved = most_saved_seconds(study.spool, study.reuse, capacity, study.costs.prefill_seconds)
+    return Outcome(OPTIMUM, run, found.hit_blocks, 0, prefill_seconds=saved)
 
 
 _shared: "list[Counts]" = []  # in a process of a pool: events done, a run each

@@ -31,6 +31,7 @@ _RECORD: Final = np.dtype(
 )
 _RECORDS_A_PIECE: Final = 256
 _NUMBERS_A_PIECE: Final = 1 << 16
+_STARTS_A_PIECE: Final = 1 << 14
 
 
 class Spooled(NamedTuple):
@@ -73,6 +74,15 @@ class Spool:
             while len(piece := np.fromfile(records, _RECORD, _RECORDS_A_PIECE)):
                 blocks = np.fromfile(identities, np.uint64, int(piece["blocks"].sum()))
                 yield from _unpack(piece, blocks)
+
+    def starts(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Of each event the blocks of all events before it, and its ``first_block``."""
+        pieces = []
+        with self.records.open("rb") as records:
+            while len(piece := np.fromfile(records, _RECORD, _STARTS_A_PIECE)):
+                pieces.append(piece[["blocks", "first_block"]].copy())
+        counts = np.concatenate([piece["blocks"] for piece in pieces], dtype=np.int64)
+        return np.cumsum(counts) - counts, np.concatenate([p["first_block"] for p in pieces])
 
 
 def _unpack(piece: NDArray[Any], blocks: Identities) -> Iterator[Spooled]:

@@ -13,8 +13,9 @@ from kvstrata.index.policies.base import MayLeave, search
 Costs = Callable[[BlockIds], NDArray[np.floating]]
 
 _LEVELS: Final = 64  # queues, in a ring
-_AVERAGE_STEPS: Final = 8  # levels that a block of average value is above the worst
+_AVERAGE_STEPS: Final = 16  # levels that a block of average value is above the worst
 _MOST_USES: Final = 255
+_LIKELIHOOD: Final[NDArray[np.float64]] = 1.0 + np.log2(1.0 + np.arange(_MOST_USES + 1))  # by uses
 _MEMORY: Final = 1e-5  # share of one block in the average value
 
 
@@ -36,9 +37,11 @@ class PrefillCost:
 class CostAware:
     """An ``EvictionPolicy`` of the GreedyDual family.
 
-    A block's value is its cost times how often it was used; blocks of one tier are of one size.
-    It ranks as high as its value above the block that left last, so that every block comes down
-    with time, the dear ones later. A block ranks no lower than those that continue from it and
+    A block's value is the fourth root of its cost, times one more than the logarithm of how often it
+    was used; blocks of one tier are of one size. It ranks as high as its value above the block that
+    left last, so that every block comes down with time, the dear ones later. A rank is a time to
+    wait, and the chance of being asked for falls with it: what is worth twice as much is to wait
+    longer, and by far not twice as long. bench/policies.py compares. A block ranks no lower than those that continue from it and
     were used with it. Ranks are quantised: blocks of one rank leave in the order of their use.
 
     13 bytes for each id at most, and 32 KiB for each of the ranks.
@@ -97,7 +100,8 @@ class CostAware:
         self._order.spread(ids[::-1], self._levels(np.maximum.accumulate(values)))
 
     def _values(self, ids: BlockIds) -> NDArray[np.floating]:
-        return self._costs(ids) * (1.0 + self._uses[ids])
+        values: NDArray[np.floating] = np.sqrt(np.sqrt(self._costs(ids)))
+        return values * _LIKELIHOOD[self._uses[ids]]
 
     def _levels(self, values: NDArray[np.floating]) -> NDArray[np.uint8]:
         steps = np.clip(values * (_AVERAGE_STEPS / self._average), 1, _LEVELS - 1)
