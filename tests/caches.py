@@ -97,8 +97,9 @@ def known(manager: KVManager) -> dict[StoreKey, int]:
     """Every block that the index knows, in whatever tier, and its leases."""
     index = manager._cache.index
     blocks: dict[StoreKey, int] = {}
-    for ids in index.ids():
-        blocks |= zip(index.store_keys(ids), index.leases[ids].tolist(), strict=True)
+    with manager._lock:
+        for ids in index.ids():
+            blocks |= zip(index.store_keys(ids), index.leases[ids].tolist(), strict=True)
     return blocks
 
 

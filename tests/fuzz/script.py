@@ -108,6 +108,8 @@ def _hello(r: _Reader) -> p.Hello:
         r.number(),
         r.number(),
         r.text(),
+        r.text(),
+        r.task_ids(),
     )
 
 
@@ -122,12 +124,18 @@ _MESSAGES: Final[tuple[Callable[[_Reader], p.Request], ...]] = (
     lambda r: p.Launch(r.task_ids()),
     lambda r: p.Launch(r.task_ids()),
     lambda r: p.Complete(r.task_ids()),
+    lambda r: p.CompletePart(r.number(), r.number()),
+    lambda r: p.CompletePart((r.task_ids() or [0])[0], r.byte() % 4),
     lambda r: p.Fail(r.task_ids()),
     lambda r: p.Cancel(r.task_ids()),
     lambda r: p.TryWait(r.number(), r.task_ids()),
     lambda r: p.Prefetch(r.number(), r.namespace(), r.keys()),
     lambda r: p.Reset(r.number(), r.namespace()),
     lambda r: p.Stats(r.number()),
+    lambda r: p.Measured(r.number() * 0.5),
+    lambda r: p.Explain(r.number(), r.text()),
+    lambda r: p.Pin(r.number(), r.namespace(), r.keys(), r.number() * 0.5),
+    lambda r: p.Unpin(r.number(), r.number()),
     lambda r: p.Workers(r.number()),
     lambda r: p.Ping(r.number()),
 )

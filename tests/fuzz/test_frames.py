@@ -51,6 +51,7 @@ messages: st.SearchStrategy[p.Request] = st.one_of(
     st.builds(p.PutMatch, edges, namespaces, joined, st.sampled_from([b"", key(0), b"short"])),
     st.builds(p.Launch, ids),
     st.builds(p.Complete, ids),
+    st.builds(p.CompletePart, edges, edges),
     st.builds(p.Fail, ids),
     st.builds(p.Cancel, ids),
     st.builds(p.TryWait, edges, ids),
@@ -58,6 +59,10 @@ messages: st.SearchStrategy[p.Request] = st.one_of(
     st.builds(p.Reset, edges, namespaces),
     st.builds(p.Register, namespaces, st.dictionaries(st.text(max_size=5), st.text(max_size=5))),
     st.builds(p.Stats, edges),
+    st.builds(p.Measured, edges | st.floats()),
+    st.builds(p.Explain, edges, st.text(max_size=5)),
+    st.builds(p.Pin, edges, namespaces, joined, edges | st.floats()),
+    st.builds(p.Unpin, edges, edges),
     st.builds(p.Workers, edges),
     st.builds(p.Ping, edges),
 )

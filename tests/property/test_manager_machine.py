@@ -37,11 +37,13 @@ from tests.caches import (
 
 from kvstrata.core.types import BlockKey, NamespaceId, StoreKey
 from kvstrata.manager.manager import KVManager
-from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.manager.tasks import FINAL, TaskState, TaskStatus
 from kvstrata.testing.memory import MemoryStore, Value
 
 namespaces = st.sampled_from([ALICE, ALICE, BOB])
-goes_on = st.sampled_from(["complete", "complete", "complete", "stay", "launch", "fail", "cancel"])
+goes_on = st.sampled_from(
+    ["complete", "complete", "complete", "stay", "launch", "fail", "cancel", "part"]
+)
 prompts = [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0, 0), (1, 1, 0)]
 paths = st.builds(lambda prompt, end: prompt[:end], st.sampled_from(prompts), st.integers(1, 4))
 # What is there to be chosen from depends on how far the disk has come, so numbers are drawn.
@@ -59,6 +61,7 @@ class Engine:
     owner: int
     worker: int
     session: str
+    writing: list["Held"] = field(default_factory=list)  # puts of connections that broke
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Held:
     findable: int = 0  # get: leading blocks that were there when it was asked
     launched: bool = False
     stale: bool = False  # put: its namespace was reset
+    stopping: bool = False  # launched, and cancelled
 
     @property
     def task_id(self) -> int:
@@ -145,7 +149,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.sessions += 1
         session = f"e{self.sessions}"
-        engine = self.manager.connect_engine(session, 1)
+        engine = self.manager.connect_engine(session, 1, life=session)
         assert self.manager.get_match(ALICE, keys(0), owner=engine) == TaskStatus(
             0, TaskState.FAILED
         )
@@ -155,13 +159,17 @@ class ManagerMachine(RuleBasedStateMachine):
         who=picks,
         worker_first=st.booleans(),
         namespace=namespaces,
-        what=st.sampled_from(["nothing"] * 5 + ["connect", "dies", "dies", "reset", "restart"]),
+        what=st.sampled_from(
+            ["nothing"] * 5 + ["connect", "dies", "dies", "line breaks", "reset", "restart"]
+        ),
     )
     def upheaval(self, who: int, worker_first: bool, namespace: NamespaceId, what: str) -> None:
         if what == "connect":
             self.connect()
         elif what == "dies":
             self.engine_dies(pick(self.engines, who), worker_first)
+        elif what == "line breaks":
+            self.line_breaks(pick(self.engines, who), all_run=worker_first)
         elif what == "reset":
             self.reset(namespace)
         elif what == "restart":
@@ -172,7 +180,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if worker_first:
             self.manager.disconnect(engine.worker)
         self.manager.disconnect(engine.owner)
-        slots = [s for put in self.puts if put.owner == engine.owner for s in put.status.slots]
+        puts = [put for put in self.puts if put.owner == engine.owner] + engine.writing
+        slots = [s for put in puts for s in put.status.slots]
         for held in (self.gets, self.puts):
             self.ended += [(h.task_id, h.owner) for h in held if h.owner == engine.owner]
             held[:] = [h for h in held if h.owner != engine.owner]
@@ -180,6 +189,29 @@ class ManagerMachine(RuleBasedStateMachine):
             self.quarantines.append(Quarantine(slots, {engine.worker}))
         if not self.engines:
             self.connect()
+
+    def line_breaks(self, engine: Engine, *, all_run: bool) -> None:
+        """The scheduler comes back, sooner than the server knows that it was away."""
+        puts = [put for put in self.puts if put.owner == engine.owner]
+        engine.writing += puts if all_run else puts[::2]
+        for held in (self.gets, self.puts):
+            self.ended += [(h.task_id, h.owner) for h in held if h.owner == engine.owner]
+            held[:] = [h for h in held if h.owner != engine.owner]
+        running = [put.task_id for put in engine.writing]
+        old = engine.owner
+        engine.owner = self.manager.connect_engine(
+            engine.session, 1, life=engine.session, running=running
+        )
+        self.manager.disconnect(old)
+
+    @rule(who=picks, which=picks, how=st.sampled_from(["complete", "fail"]))
+    def worker_ends_what_a_broken_line_has_left(self, who: int, which: int, how: str) -> None:
+        engine = pick(self.engines, who)
+        if engine.writing:
+            put = engine.writing.pop(which % len(engine.writing))
+            for slot in put.status.slots:
+                self.manager.view(slot)[:] = b"\xdd" * BLOCK_BYTES
+            getattr(self.manager, how)([put.task_id], owner=engine.owner)
 
     @rule(which=picks)
     def late_worker_writes_and_goes(self, which: int) -> None:
@@ -230,7 +262,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def arrive(self, held: Held) -> None:
         found = self.manager.wait([held.task_id], PATIENCE_SECONDS)[held.task_id]
-        assert found.state in {TaskState.READY, TaskState.RUNNING}
+        assert found.state in {TaskState.READY, TaskState.RUNNING, TaskState.STOPPING}
         assert len(held.status.slots) <= len(found.slots) <= found.matched_blocks
         if not held.launched and not held.stale and self.roomy:
             assert len(found.slots) == max(held.findable, held.status.matched_blocks)
@@ -242,45 +274,62 @@ class ManagerMachine(RuleBasedStateMachine):
             self.get_step(pick(self.gets, which), then)
 
     def get_step(self, held: Held, how: str) -> None:
-        if how == "stay" or (how == "cancel" and held.launched):
+        if how == "stay":
             return
         self.arrive(held)
-        task, owner = [held.task_id], held.owner
-        if how in {"launch", "complete"} and not held.launched:
-            self.manager.launch(task, owner=owner)
-            held.launched = True
-        if how == "complete":
-            self.manager.complete(task, owner=owner)
-        elif how == "fail":
-            self.manager.fail(task, owner=owner)
-            self.doubt(held)
-        elif how == "cancel":
-            self.manager.cancel(task, owner=owner)
-        if how != "launch":
+        if self.tell(held, how):
             self.gets.remove(held)
             self.ended.append((held.task_id, held.owner))
+        if how in {"fail", "part"}:
+            self.doubt(held, 1 if how == "part" else 0)
 
-    def doubt(self, held: Held) -> None:
+    def tell(self, held: Held, how: str) -> bool:
+        """Say that *held* goes on as *how*, everything twice; whether it has ended."""
+        task, owner = [held.task_id], held.owner
+        for _ in range(2):
+            if how in {"launch", "complete", "part"} and not held.launched:
+                self.manager.launch(task, owner=owner)
+            if how == "complete":
+                self.manager.complete(task, owner=owner)
+            elif how == "part":
+                self.manager.complete_part(held.task_id, 1, owner=owner)
+            elif how == "fail":
+                self.manager.fail(task, owner=owner)
+            elif how == "cancel":
+                self.manager.cancel(task, owner=owner)
+        held.stopping = held.stopping or (held.launched and how == "cancel")
+        held.launched = held.launched or how in {"launch", "complete", "part"}
+        found = self.manager.try_wait(task)[held.task_id].state
+        if how == "launch" or (how == "cancel" and held.launched):
+            assert found is (TaskState.STOPPING if held.stopping else TaskState.RUNNING)
+            return False
+        cancelled = held.stopping or how == "cancel"
+        expected = TaskState.FAILED if how == "fail" else TaskState.DONE
+        assert found is (TaskState.CANCELLED if cancelled else expected)
+        return True
+
+    def doubt(self, held: Held, loaded: int) -> None:
         """A failed load drops its blocks from host memory: found again only from disk."""
         if not self.disk_slots and self.remote is None:
             leased = {(g.namespace, k) for g in self.gets if g is not held for k in g.keys}
-            for block in held.keys[: held.status.matched_blocks]:
+            for block in held.keys[loaded : held.status.matched_blocks]:
                 if (held.namespace, block) not in leased:
                     self.saved.discard((held.namespace, block))
         self.roomy = False  # what is still found now depends on the disk's progress
 
-    @rule(who=picks, namespace=namespaces, path=paths)
-    def prefetch(self, who: int, namespace: NamespaceId, path: Path_) -> None:
+    @rule(who=picks, namespace=namespaces, path=paths, cancelled=st.booleans())
+    def prefetch(self, who: int, namespace: NamespaceId, path: Path_, cancelled: bool) -> None:
         engine = pick(self.engines, who)
         task = self.manager.prefetch(namespace, keys(*path), owner=engine.owner)
-        eventually(
-            lambda: (
-                task == 0
-                or task not in self.manager.try_wait([task])
-                or self.manager.try_wait([task])[task].state is TaskState.CANCELLED
-            ),
-            "a prefetch does not end",
-        )
+        if cancelled:
+            self.manager.cancel([task], owner=engine.owner)
+
+        def has_ended() -> bool:
+            return task == 0 or self.manager.try_wait([task])[task].state in FINAL
+
+        eventually(has_ended, "a prefetch does not end")
+        ends = {TaskState.DONE} | ({TaskState.CANCELLED} if cancelled else set())
+        assert task == 0 or self.manager.try_wait([task])[task].state in ends
 
     # -- puts --------------------------------------------------------------------------------
 
@@ -327,29 +376,22 @@ class ManagerMachine(RuleBasedStateMachine):
             self.put_step(pick(self.puts, which), then)
 
     def put_step(self, held: Held, how: str) -> None:
-        if how == "stay" or (held.launched and how in {"launch", "cancel"}):
+        if how == "stay":
             return
-        if how in {"launch", "complete"} and not held.launched:
-            self.manager.launch([held.task_id], owner=held.owner)
-            held.launched = True
-            if how == "launch":
-                return
-        if how == "complete":
+        if how in {"complete", "part"}:
             write(self.manager, held.status, held.namespace, held.keys)
-            self.manager.complete([held.task_id], owner=held.owner)
-            if not held.stale:
-                self.saved |= {(held.namespace, held.keys[i]) for i in held.status.missing}
-                self.found_at_once(held)
-        elif how == "fail":
-            self.manager.fail([held.task_id], owner=held.owner)
-        else:
-            self.manager.cancel([held.task_id], owner=held.owner)
+        if not self.tell(held, how):
+            return
         self.puts.remove(held)
         self.ended.append((held.task_id, held.owner))
+        if how in {"complete", "part"} and not held.stale and not held.stopping:
+            kept = held.status.missing if how == "complete" else held.status.missing[:1]
+            self.saved |= {(held.namespace, held.keys[i]) for i in kept}
+            self.found_at_once(held, kept)
 
-    def found_at_once(self, held: Held) -> None:
+    def found_at_once(self, held: Held, kept: list[int]) -> None:
         """A put that was completed and not evicted is found: nothing has come between."""
-        for i in held.status.missing:
+        for i in kept:
             status = self.manager.get_match(held.namespace, [held.keys[i]])
             assert (status.state, status.matched_blocks) == (TaskState.READY, 1)
             assert bytes(self.manager.view(status.slots[0])) == content(
@@ -402,6 +444,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.manager.check()
         quarantined = [slot for q in self.quarantines for slot in q.slots]
+        quarantined += [s for e in self.engines for put in e.writing for s in put.status.slots]
         reserved = [slot for put in self.puts for slot in put.status.slots]
         leased = {slot for get in self.gets for slot in get.status.slots}
         assert len(set(quarantined + reserved)) == len(quarantined + reserved)
@@ -462,4 +505,6 @@ def _fast_disk() -> Iterator[None]:
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestManagerMachine.settings = settings(
+    max_examples=max(60, settings().max_examples // 20), stateful_step_count=40, deadline=None
+)

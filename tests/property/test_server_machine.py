@@ -69,6 +69,7 @@ class Task:
     is_seen: bool = False
     seen_at: int = 0
     is_running: bool = False
+    is_stopping: bool = False  # running, and cancelled: it does not count
 
     @property
     def status(self) -> TaskStatus:
@@ -98,6 +99,7 @@ class Engine:
     saved: list[Saved] = field(default_factory=list)
     resets: list[tuple[Pending, NamespaceId, int]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    writing: list[Task] = field(default_factory=list)  # puts of connections that broke
 
 
 @dataclass
@@ -150,7 +152,7 @@ class ServerMachine(RuleBasedStateMachine):
         if len(self.engines) < 3:
             self.sessions += 1
             session = f"e{self.sessions}"
-            scheduler = engine(self.server.path, session)
+            scheduler = engine(self.server.path, session, life=session)
             assert scheduler.get_match(ALICE, keys(0)) == TaskStatus(0, TaskState.FAILED)
             self.engines.append(Engine(session, scheduler, worker(self.server.path, session)))
 
@@ -159,7 +161,10 @@ class ServerMachine(RuleBasedStateMachine):
         namespace=namespaces,
         path=paths,
         what=st.sampled_from(
-            ["connects", "dies", "dies", "offends", "changes worker", "resets", "prefetches"]
+            [
+                *("connects", "dies", "dies", "offends", "changes worker", "resets"),
+                *("prefetches", "loses its line", "loses its line"),
+            ]
         ),
     )
     def upheaval(self, who: int, namespace: NamespaceId, path: Path_, what: str) -> None:
@@ -172,6 +177,8 @@ class ServerMachine(RuleBasedStateMachine):
             self.worker_dies_and_another_comes(by)
         elif what == "resets":
             self.reset(by, namespace)
+        elif what == "loses its line":
+            self.loses_its_line(by, all_run=path[0] == 0)
         elif what == "prefetches":
             by.scheduler.submit(p.Prefetch(0, namespace, b"".join(keys(*path))))
 
@@ -186,13 +193,38 @@ class ServerMachine(RuleBasedStateMachine):
         self.ended += gone.ended + [t.status.task_id for t in gone.tasks if t.holds]
         for _, namespace, _ in gone.resets:
             self.resetting[namespace] += 1_000  # nobody will tell when it is made
-        slots = [s for t in gone.tasks if t.is_put and t.holds for s in t.status.slots]
+        puts = [t for t in gone.tasks if t.is_put and t.holds] + gone.writing
+        slots = [s for t in puts for s in t.status.slots]
         if worker_stays:
             self.orphans.append(Orphans(slots, gone.worker))
         else:
             gone.worker.close()
         if not self.engines:
             self.connect()
+
+    def loses_its_line(self, by: Engine, *, all_run: bool) -> None:
+        """And comes back, while its worker stays and may be writing for some of its puts."""
+        puts = [task for task in by.tasks if task.is_put and task.holds]
+        by.writing += puts if all_run else puts[::2]
+        ended = [t.status.task_id for t in by.tasks if t.holds and t not in by.writing]
+        by.scheduler.close()
+        for _, namespace, _ in by.resets:
+            self.resetting[namespace] += 1_000  # nobody will tell when it is made
+        running = [task.status.task_id for task in by.writing]
+        by.scheduler = engine(self.server.path, by.session, life=by.session, running=running)
+        by.ended += ended
+        by.tasks, by.saved, by.resets = [], [], []
+
+    @rule(who=picks, which=picks, event=st.sampled_from(["fail", "complete"]))
+    def worker_ends_what_a_broken_line_has_left(self, who: int, which: int, event: str) -> None:
+        by = pick(self.engines, who)
+        if not by.writing:
+            return
+        task = by.writing.pop(which % len(by.writing))
+        for slot in task.status.slots:
+            self.manager.view(slot)[:] = b"\xdd" * BLOCK_BYTES
+        getattr(by.scheduler, event)([task.status.task_id])
+        by.ended.append(task.status.task_id)
 
     @rule(which=picks)
     def late_worker_writes_and_goes(self, which: int) -> None:
@@ -205,6 +237,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     def worker_dies_and_another_comes(self, hurt: Engine) -> None:
         hurt.worker.close()
+        hurt.writing.clear()
         hurt.worker = worker(self.server.path, hurt.session)
         for task in hurt.tasks:
             task.sure = 0  # it may have been asked in between
@@ -310,21 +343,27 @@ class ServerMachine(RuleBasedStateMachine):
         if not early:
             eventually(lambda: self.has_settled(by, task), "promotions do not end")
         self.check_bytes(task)
-        if event == "complete" and task.is_put and task.is_running:
+        counts = task.is_put and task.is_running and not task.is_stopping
+        if event == "complete" and counts:
             self.write(task)
         for _ in range(times):
             getattr(by.scheduler, event)([task.status.task_id])
-        if event == "launch":
-            task.is_running = True
-        elif event == "fail" or (event == "complete") == task.is_running:
-            by.tasks.remove(task)
-            by.ended.append(task.status.task_id)
+        self.note(by, task, event)
         if event == "fail" and not task.is_put:
             self.sure -= {(task.namespace, block) for block in task.keys}
             for other in (t for e in self.engines for t in e.tasks):
                 other.sure = 0
-        if event == "complete" and task.is_put and task.is_running:
+        if event == "complete" and counts:
             by.saved.append(Saved(by.scheduler.submit(p.Ping(0)), task))
+
+    def note(self, by: Engine, task: Task, event: str) -> None:
+        if event == "launch":
+            task.is_running = True
+        elif event == "cancel" and task.is_running:
+            task.is_stopping = True
+        elif event == "fail" or (event == "complete") == task.is_running:
+            by.tasks.remove(task)
+            by.ended.append(task.status.task_id)
 
     def has_settled(self, by: Engine, task: Task) -> bool:
         by.scheduler.poll(0.001)
@@ -357,7 +396,8 @@ class ServerMachine(RuleBasedStateMachine):
         for task in held:
             state = found[task.status.task_id].state
             assert state not in FINAL
-            assert (state is TaskState.RUNNING) == task.is_running
+            assert (state is TaskState.STOPPING) == task.is_stopping
+            assert (state in {TaskState.RUNNING, TaskState.STOPPING}) == task.is_running
 
     # -- what always holds -------------------------------------------------------------------
 
@@ -372,6 +412,7 @@ class ServerMachine(RuleBasedStateMachine):
         held = [t for e in self.engines for t in e.tasks if t.holds]
         taken = [s for t in held if t.is_put for s in t.status.slots]
         taken += [s for orphans in self.orphans for s in orphans.slots]
+        taken += [s for e in self.engines for t in e.writing for s in t.status.slots]
         assert len(set(taken)) == len(taken)
         assert not {s for t in held if not t.is_put for s in t.status.slots} & set(taken)
 

@@ -4,7 +4,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,8 +38,16 @@ def serving(
         assert not path.exists()
 
 
-def engine(path: Path, session: str = "e", *, world_size: int = 1) -> ManagerClient:
+def engine(
+    path: Path,
+    session: str = "e",
+    *,
+    world_size: int = 1,
+    life: str = "",
+    running: Sequence[int] = (),
+) -> ManagerClient:
     hello = p.Hello(0, p.PROTOCOL_VERSION, "engine", session, BLOCK_BYTES, world_size=world_size)
+    hello.life, hello.running = life, list(running)
     client = ManagerClient(path, hello, timeout_seconds=PATIENCE_SECONDS)
     client.wait_welcome(PATIENCE_SECONDS)
     return client

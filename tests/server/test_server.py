@@ -218,7 +218,7 @@ def test_another_protocol_is_refused_with_a_hint(server: Server, witness: Manage
     reply = client.receive()
     assert isinstance(reply, p.Refused)
     assert (reply.seq, reply.code) == (0, "config")
-    assert "speaks protocol 99, this server 2" in reply.message
+    assert "speaks protocol 99, this server 3" in reply.message
     assert reply.hint == "install the same version of kvstrata on both sides"
     client.close()
 
@@ -230,11 +230,11 @@ def test_another_protocol_is_refused_with_a_hint(server: Server, witness: Manage
         [p.Launch([1])],
         [HELLO, HELLO],
         [OBSERVER, HELLO],
-        [p.Hello(0, 2, "operator")],
-        [p.Hello(0, 2, "")],
-        [p.Hello(0, 2, "engine", "e", 0)],
-        [p.Hello(0, 2, "engine", "e", -4096)],
-        [p.Hello(0, 2, "engine", "e", BLOCK_BYTES, world_size=0)],
+        [p.Hello(0, p.PROTOCOL_VERSION, "operator")],
+        [p.Hello(0, p.PROTOCOL_VERSION, "")],
+        [p.Hello(0, p.PROTOCOL_VERSION, "engine", "e", 0)],
+        [p.Hello(0, p.PROTOCOL_VERSION, "engine", "e", -4096)],
+        [p.Hello(0, p.PROTOCOL_VERSION, "engine", "e", BLOCK_BYTES, world_size=0)],
         [p.Mapped(1)],
         [HELLO, p.Mapped(1)],
         [worker_hello(), p.Mapped(1), p.Mapped(2)],

@@ -19,7 +19,13 @@ from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.quantize import QuantizedStore, quantized_bytes
 from kvstrata.storage.store import Store
-from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore, WrappedStore
+from kvstrata.storage.wrap import (
+    BreakerStore,
+    LeadingStore,
+    RetryStore,
+    TimedStore,
+    WrappedStore,
+)
 from kvstrata.testing import Fault, FlakyStore, MemoryStore, SlowStore, StoreConformance, Traits
 from kvstrata.testing.memory import Value
 
@@ -248,7 +254,7 @@ class TestAllTogether(OverMemory):
     def wrap(self, inner: Store) -> Store:
         timed = TimedStore(CompressedStore(inner, 2), lambda *_: None)
         retry = RetryStore(timed, backoff_seconds=0.001)
-        return BreakerStore(retry, failures=1, retry_seconds=0)
+        return BreakerStore(LeadingStore(retry), failures=1, retry_seconds=0)
 
 
 def test_only_the_suite_needs_the_testing_extra_and_only_compression_zstandard() -> None:

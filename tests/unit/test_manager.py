@@ -236,12 +236,13 @@ def test_news_of_unknown_ended_and_foreign_tasks_mean_nothing(manager: KVManager
 def test_news_that_a_task_cannot_take_is_refused_and_the_others_of_the_message_are_carried_out(
     manager: KVManager,
 ) -> None:
-    running, ready = manager.put_match(ALICE, keys(1)), manager.put_match(ALICE, keys(2))
+    ready, running = manager.put_match(ALICE, keys(1)), manager.put_match(ALICE, keys(2))
     manager.launch([running.task_id])
-    with pytest.raises(InvariantViolated, match="cannot cancel while running"):
-        manager.cancel([running.task_id, ready.task_id])
-    assert manager.try_wait([ready.task_id])[ready.task_id].state is TaskState.CANCELLED
-    manager.fail([running.task_id])
+    with pytest.raises(InvariantViolated, match="cannot complete while ready"):
+        manager.complete([ready.task_id, running.task_id])
+    assert manager.try_wait([ready.task_id])[ready.task_id].state is TaskState.READY
+    assert manager.try_wait([running.task_id])[running.task_id].state is TaskState.DONE
+    manager.cancel([ready.task_id])
 
 
 def test_task_ids_of_two_servers_differ(managers: list[KVManager]) -> None:

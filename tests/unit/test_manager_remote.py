@@ -1,7 +1,6 @@
 """A manager above a tier that others write to as well."""
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,50 +19,14 @@ from tests.caches import (
     save,
     write,
 )
+from tests.gated import GatedStore
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import TierUnavailable
-from kvstrata.core.types import NamespaceId, Read, StoreKey
+from kvstrata.core.types import StoreKey
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState, TaskStatus
-from kvstrata.testing.memory import MemoryStore, Value
-
-
-class GatedStore(MemoryStore):
-    """Searches and reads pass when their gate is open."""
-
-    def __init__(self, values: dict[StoreKey, Value]) -> None:
-        super().__init__(block_bytes=BLOCK_BYTES, capacity_blocks=100, values=values)
-        self.searches, self.reads = threading.Event(), threading.Event()
-        self.searches.set()
-        self.reads.set()
-        self.read_keys: list[StoreKey] = []
-        self.written_keys: list[StoreKey] = []
-        self.away = False
-
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
-        assert self.searches.wait(PATIENCE_SECONDS)
-        self._reach()
-        return super().exists(keys)
-
-    def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
-        assert self.reads.wait(PATIENCE_SECONDS)
-        self._reach()
-        self.read_keys += keys
-        return super().read_into(keys, buffers)
-
-    def write(self, keys, parents, buffers):  # type: ignore[no-untyped-def]  # as above it
-        self._reach()
-        self.written_keys += keys
-        return super().write(keys, parents, buffers)
-
-    def drop_namespace(self, namespace_id: NamespaceId) -> int:
-        self._reach()
-        return super().drop_namespace(namespace_id)
-
-    def _reach(self) -> None:
-        if self.away:
-            raise TierUnavailable("the store is away")
+from kvstrata.testing.memory import Value
 
 
 @pytest.fixture

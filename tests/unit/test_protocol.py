@@ -25,7 +25,7 @@ REPORT = CacheReport(
     [{"session": "e", "workers": [0], "world_size": 1}],
 )
 REQUESTS: list[p.Request] = [
-    p.Hello(1, 2, "engine", "séance", 4096, False, 3, 4),
+    p.Hello(1, 2, "engine", "séance", 4096, False, 3, 4, "exact", "life", [7]),
     p.Mapped(2),
     p.Register(b"n" * 16, {"model": "m"}),
     p.GetMatch(3, b"n" * 16, b"k" * 64),
@@ -36,6 +36,7 @@ REQUESTS: list[p.Request] = [
     p.Unpin(7, 3),
     p.Launch([1, 2]),
     p.Complete([]),
+    p.CompletePart(2**40, 3),
     p.Fail([2**40]),
     p.Cancel([5]),
     p.TryWait(5, [1]),

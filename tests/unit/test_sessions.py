@@ -44,7 +44,7 @@ def test_slots_of_a_dead_engine_wait_for_the_last_of_its_workers() -> None:
     sessions = Sessions()
     engine = sessions.add_engine("e", 2)
     workers = [sessions.add_worker("e", 0), sessions.add_worker("e", 1)]
-    assert sessions.orphan(engine, [4, 7]) == []
+    assert sessions.orphan(engine, {1: [4], 2: [7]}) == []
     assert sessions.remove(engine) == []
     assert sessions.orphaned_slots() == [4, 7]
     assert sessions.remove(workers[0]) == []
@@ -57,7 +57,7 @@ def test_worker_of_another_session_frees_and_holds_nothing() -> None:
     engine = sessions.add_engine("e", 1)
     other = sessions.add_worker("other", 0)
     mine = sessions.add_worker("e", 0)
-    assert sessions.orphan(engine, [3]) == []
+    assert sessions.orphan(engine, {1: [3]}) == []
     assert sessions.remove(engine) == []
     assert sessions.remove(other) == []
     assert sessions.remove(mine) == [3]
@@ -68,7 +68,7 @@ def test_worker_that_came_after_the_engine_died_holds_nothing() -> None:
     sessions = Sessions()
     engine = sessions.add_engine("e", 1)
     old = sessions.add_worker("e", 0)
-    sessions.orphan(engine, [3])
+    sessions.orphan(engine, {1: [3]})
     sessions.remove(engine)
     sessions.add_worker("e", 0)
     assert sessions.remove(old) == [3]
@@ -77,8 +77,8 @@ def test_worker_that_came_after_the_engine_died_holds_nothing() -> None:
 def test_slots_of_an_engine_without_workers_are_free_at_once() -> None:
     sessions = Sessions()
     engine = sessions.add_engine("e", 1)
-    assert sessions.orphan(engine, [1, 2]) == [1, 2]
-    assert sessions.orphan(0, [5]) == [5]
+    assert sessions.orphan(engine, {1: [1, 2]}) == [1, 2]
+    assert sessions.orphan(0, {1: [5]}) == [5]
     assert sessions.orphaned_slots() == []
 
 
@@ -87,9 +87,49 @@ def test_two_dead_engines_of_one_session_wait_for_the_same_worker() -> None:
     worker = sessions.add_worker("e", 0)
     for slot in (1, 2):
         engine = sessions.add_engine("e", 1)
-        assert sessions.orphan(engine, [slot]) == []
+        assert sessions.orphan(engine, {slot: [slot]}) == []
         assert sessions.remove(engine) == []
     assert sessions.remove(worker) == [1, 2]
+
+
+def orphaned(sessions: Sessions, life: str, slots: dict[int, list[int]]) -> int:
+    """A worker of an engine of *life* whose scheduler is gone, with these slots reserved."""
+    engine, worker = sessions.add_engine("e", 1, life), sessions.add_worker("e", 0)
+    assert sessions.orphan(engine, slots) == []
+    assert sessions.remove(engine) == []
+    return worker
+
+
+def test_scheduler_that_comes_back_frees_what_its_workers_do_not_write_to() -> None:
+    sessions = Sessions()
+    worker = orphaned(sessions, "a", {1: [10], 2: [20, 21], 3: [30]})
+    other = orphaned(sessions, "b", {4: [40]})
+    nameless = orphaned(sessions, "", {5: [50]})
+    assert sessions.succeed("a", [2, 3, 99]) == [10]
+    back = sessions.add_engine("e", 1, "a")
+    assert sessions.ended(back, [1, 2, 4, 5]) == [20, 21]
+    assert sessions.ended(back, [2]) == []
+    assert sessions.orphaned_slots() == [30, 40, 50]
+    assert sessions.succeed("a", []) == [30]
+    assert [sessions.remove(w) for w in (worker, other, nameless)] == [[], [40], [50]]
+
+
+def test_only_the_same_life_ends_what_is_left_of_it() -> None:
+    sessions = Sessions()
+    worker = orphaned(sessions, "a", {1: [10]})
+    for stranger in (sessions.add_engine("e", 1, "b"), sessions.add_engine("e", 1), worker, 0, 99):
+        assert sessions.ended(stranger, [1]) == []
+    assert sessions.succeed("b", []) == []
+    assert sessions.remove(worker) == [10]
+
+
+def test_earlier_connections_are_those_of_the_same_life() -> None:
+    sessions = Sessions()
+    first, second = sessions.add_engine("e", 1, "a"), sessions.add_engine("e", 1, "a")
+    sessions.add_engine("e", 1, "b")
+    sessions.add_engine("e", 1)
+    assert sessions.earlier("a") == [first, second]
+    assert sessions.earlier("") == []
 
 
 def test_description_names_engines_with_the_ranks_that_are_there() -> None:

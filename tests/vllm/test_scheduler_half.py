@@ -937,6 +937,67 @@ def test_failed_saves_are_not_found_and_made_again(
     assert bench.manager.get_match(engine.half._namespace, []).state is TaskState.DONE
 
 
+def test_of_a_save_that_failed_half_way_the_first_half_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    engine = bench.engine()
+    copier: Any = engine.runner.half._copier
+    real, copied = copier.copy_to_host, list[Any]()
+
+    def broken(device_blocks: Any, rows: Any) -> None:
+        copied.append(device_blocks)
+        if len(copied) > 3:
+            raise OSError("no")
+        real(device_blocks, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "copy_to_host", broken)
+        engine.serve("a", prompt(1, 60), 2)
+    assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 3
+    engine.forget_device()
+    assert engine.serve("b", prompt(1, 60), 2) == 24
+    assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 7
+
+
+def test_line_that_breaks_while_workers_copy_costs_no_slot(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers stay: the slots that they write to are nobody else's until they have ended."""
+    engine = bench.engine()
+    copier: Any = engine.runner.half._copier
+    real, entered, go = copier.copy_to_host, threading.Event(), threading.Event()
+
+    def held(device_blocks: Any, rows: Any) -> None:
+        entered.set()
+        assert go.wait(PATIENCE_SECONDS)
+        real(device_blocks, rows)
+
+    monkeypatch.setattr(copier, "copy_to_host", held)
+    engine.add("a", prompt(1, 60), 2)
+    while not entered.is_set():
+        engine.step()
+    link, sessions = engine.half._link, bench.manager._sessions
+    for number in (2, 3):
+        assert link._client is not None
+        link._client.shutdown()
+
+        def is_back(number: int = number) -> bool:
+            link.tick()
+            return link.number == number and link.ready
+
+        eventually(is_back, "the line stays broken")
+        eventually(lambda: len(sessions.describe()) == 1, "the old connection stays")
+        assert len(sessions.orphaned_slots()) == 7
+        bench.manager.check()
+    go.set()
+    engine.run()
+    eventually(lambda: sessions.orphaned_slots() == [], "slots are kept")
+    engine.forget_device()
+    engine.serve("b", prompt(1, 60), 2)
+    assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 7
+
+
 def test_reset_that_the_server_did_not_carry_out_is_asked_of_the_next_connection(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

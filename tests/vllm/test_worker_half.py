@@ -245,7 +245,7 @@ def test_slot_that_changes_hands_during_the_copy_fails_the_task(
         expected = WorkerReport(load_done={1: 1}, load_failed={1})
     else:
         rank.half.start_save(StepPlan(SERVER, saves=[save()]))
-        expected = WorkerReport(saved={1: 1}, save_failed={1})
+        expected = WorkerReport(saved={1: 1}, save_failed={1: 0})
     assert gate.entered.wait(PATIENCE_SECONDS)
     bench.mapping.generations[0] += 1
     gate.go.set()
@@ -256,7 +256,7 @@ def test_save_stops_at_the_first_slot_with_a_new_owner(bench: Bench, rank: Rank)
     rank.fill(1)
     wanted = save(device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 99, 12])
     rank.half.start_save(StepPlan(SERVER, saves=[wanted]))
-    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1})
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 0})
     assert not bench.mapping.data[1:].any()
 
 
@@ -269,7 +269,7 @@ def test_plan_of_another_server_fails_at_once(
     rank.half.start_load(step)
     rank.half.start_save(step)
     assert rank.half.collect() == ({"r1"}, {"r1"})
-    assert rank.half.report() == WorkerReport({2: 1}, {2}, {1: 1}, {1})
+    assert rank.half.report() == WorkerReport({2: 1}, {2: 0}, {1: 1}, {1})
     assert rank.half.collect() == (set(), set())
     assert rank.half.report() is None
     assert len(caplog.records) == 2
@@ -311,7 +311,7 @@ def test_impossible_save_fails_and_writes_nothing(
 ) -> None:
     rank.fill(1)
     rank.half.start_save(StepPlan(SERVER, saves=[save(**changes)]))
-    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1})
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 0})
     assert not bench.mapping.data.any()
 
 
@@ -355,7 +355,7 @@ def test_load_that_never_began_is_failed_at_its_deadline(bench: Bench, rank: Ran
     bench.clock.now += 0.001
     assert rank.half.collect() == ({"r2"}, {"r2"})
     gate.go.set()
-    assert rank.drain()[2] == WorkerReport({1: 1}, set(), {2: 1}, {2})
+    assert rank.drain()[2] == WorkerReport({1: 1}, {}, {2: 1}, {2})
     assert gate.calls == [("save", [1, 2, 3])]
 
 
@@ -402,8 +402,46 @@ def test_failed_piece_spares_the_ones_after_it(rank: Rank, monkeypatch: pytest.M
     assert gate.entered.wait(PATIENCE_SECONDS)
     rank.half.collect()
     gate.go.set()
-    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1})
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 0})
     assert gate.calls == [("save", [3, 4, 5])]
+
+
+def test_pieces_before_the_one_that_failed_are_reported_as_copied(
+    bench: Bench, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    rank.fill(1)
+    large = save(1, device_blocks=list(range(12)), slots=[0, 1, 2, 3], generations=[10, 11, 9, 13])
+    rank.half.start_save(StepPlan(SERVER, saves=[large]))
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 2})
+    assert bench.mapping.data[:2].any(axis=1).all()
+    assert not bench.mapping.data[2].any()
+
+
+def test_pieces_for_which_there_is_room_are_copied_and_reported(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    half: Any = rank.half
+    half._lanes._limit = 3
+    gate = rank.gate()
+    large = save(1, device_blocks=list(range(12)), slots=[0, 1, 2, 3], generations=[10, 11, 12, 13])
+    rank.half.start_save(StepPlan(SERVER, saves=[large]))
+    gate.go.set()
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 3})
+
+
+def test_of_a_failed_save_counts_what_all_workers_have_copied() -> None:
+    reports = [
+        WorkerReport(saved={1: 1, 2: 1, 3: 1}, save_failed={1: 3, 2: 4}),
+        WorkerReport(saved={1: 1, 2: 1, 3: 1}, save_failed={1: 2}),
+        WorkerReport(saved={1: 1, 2: 1, 3: 1}, save_failed={2: 0}),
+    ]
+    one, two, three = reports
+    assert one.aggregate(two).aggregate(three) == one.aggregate(three.aggregate(two))
+    assert one.aggregate(two).aggregate(three) == WorkerReport(
+        saved={1: 3, 2: 3, 3: 3}, save_failed={1: 2, 2: 0}
+    )
 
 
 def test_only_an_idle_step_waits_for_a_load(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +474,7 @@ def test_shed_save_is_reported_as_failed(config: VllmConfig, rank: Rank) -> None
     gate = rank.gate()
     rank.half.start_save(StepPlan(SERVER, saves=[save(1), save(2)]))
     rank.half.collect()
-    assert rank.half.report() == WorkerReport(saved={2: 1}, save_failed={2})
+    assert rank.half.report() == WorkerReport(saved={2: 1}, save_failed={2: 0})
     gate.go.set()
     assert rank.drain()[2] == WorkerReport(saved={1: 1})
 
@@ -468,14 +506,14 @@ def test_cache_of_another_device_is_refused(config: VllmConfig) -> None:
 
 
 def test_reports_of_all_workers_add_up() -> None:
-    first = WorkerReport({1: 1, 2: 1}, {2}, {3: 1}, set())
-    second = WorkerReport({1: 1}, set(), {3: 1, 4: 1}, {4})
-    assert first.aggregate(second) == WorkerReport({1: 2, 2: 1}, {2}, {3: 2, 4: 1}, {4})
-    assert first == WorkerReport({1: 1, 2: 1}, {2}, {3: 1}, set())
+    first = WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set())
+    second = WorkerReport({1: 1}, {}, {3: 1, 4: 1}, {4})
+    assert first.aggregate(second) == WorkerReport({1: 2, 2: 1}, {2: 0}, {3: 2, 4: 1}, {4})
+    assert first == WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set())
 
 
 def test_messages_survive_the_way_between_processes() -> None:
     step = StepPlan(SERVER, loads=[load()], saves=[save()], idle=True)
     assert pickle.loads(pickle.dumps(step)) == step
-    report = WorkerReport({1: 1}, {1}, {2: 1}, {2})
+    report = WorkerReport({1: 1}, {1: 0}, {2: 1}, {2})
     assert pickle.loads(pickle.dumps(report)) == report

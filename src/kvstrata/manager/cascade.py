@@ -18,8 +18,14 @@ from kvstrata.manager.report import TierReport
 from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.observe import metrics
 from kvstrata.storage.store import Store
-from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
-from kvstrata.transfer.engine import WRITE_BATCH_BYTES, TransferEngine, TransferLimits
+from kvstrata.storage.wrap import BreakerStore, LeadingStore, RetryStore, TimedStore
+from kvstrata.transfer.engine import (
+    WRITE_BATCH_BYTES,
+    Begin,
+    Done,
+    TransferEngine,
+    TransferLimits,
+)
 from kvstrata.transfer.finder import Finder
 from kvstrata.transfer.read_meter import ReadMeter
 
@@ -72,7 +78,7 @@ class Cascade:
         self._batch_blocks = max(1, WRITE_BATCH_BYTES // size.block_bytes)
         timed = TimedStore(store, partial(cache.counters.operations.observe, tier))
         asked = timed if tier == "disk" else RetryStore(timed)
-        self._store = BreakerStore(asked, slow_seconds=_HUNG_SECONDS)
+        self._store = BreakerStore(LeadingStore(asked), slow_seconds=_HUNG_SECONDS)
         self._batches = Gate()  # a batch is inside while it is on its way to the store
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
         self._taking = threading.Lock()  # held while a batch is taken and room is made for it
@@ -92,16 +98,23 @@ class Cascade:
         self,
         keys: Sequence[StoreKey],
         slots: Sequence[int],
-        done: Callable[[int, Sequence[Read | None]], None],
+        done: Done,
+        begin: Begin,
     ) -> None:
-        """Read each block into its host slot; *done* as ``TransferEngine.read`` calls it."""
+        """Read each block into its host slot; *done* and *begin* as of ``TransferEngine.read``."""
 
         def measured(start: int, reads: Sequence[Read | None]) -> None:
             self.meter.ended(len(reads), reads.count(Read.HIT))
             done(start, reads)
 
+        def wanted(start: int, count: int) -> bool:
+            is_wanted = begin(start, count)
+            if not is_wanted:
+                self.meter.ended(count, 0)
+            return is_wanted
+
         self.meter.asked(len(keys))
-        self._transfer.read(keys, [self._memory.view(slot) for slot in slots], measured)
+        self._transfer.read(keys, [self._memory.view(slot) for slot in slots], measured, wanted)
 
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
         """Ask how many leading *keys* the tier has; *done* as ``Finder.find`` calls it."""

@@ -19,6 +19,7 @@ from kvstrata.manager.desk import Desk
 from kvstrata.manager.planner import Plan, Planner, Reason
 from kvstrata.manager.residency import LowerTier, Residency, Slots, leading
 from kvstrata.manager.tasks import (
+    FINAL,
     UNSETTLED,
     GetTask,
     Lookup,
@@ -46,6 +47,7 @@ class Lower(Protocol):
         keys: Sequence[StoreKey],
         slots: Sequence[int],
         done: Callable[[int, Sequence[Read | None]], None],
+        begin: Callable[[int, int], bool],
     ) -> None: ...
 
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None: ...
@@ -158,12 +160,6 @@ class Gets:
         self._settled.pop(task.task_id, None)
         self._desk.remember(task.task_id, state)
 
-    def fail(self, task: GetTask, state: TaskState) -> None:
-        """End *task*, whose bytes are in doubt: nobody else gets them from host memory."""
-        ids = task.ids
-        self.end(task, state)
-        self._cache.doubt(ids)
-
     def ready(self, task: GetTask) -> BlockIds:
         """The leading blocks of *task* that are in host memory. Needs the lock."""
         return task.ids[: leading(self._cache.has(task.ids, HOST))]
@@ -269,8 +265,8 @@ class Gets:
 
     def _read(self, arrivals: Sequence[_Arrival]) -> None:
         for arrival in arrivals:
-            done = partial(self._arrived, arrival)
-            self._lower[arrival.source].promote(arrival.keys, arrival.slots, done)
+            done, begin = partial(self._arrived, arrival), partial(self._begin, arrival)
+            self._lower[arrival.source].promote(arrival.keys, arrival.slots, done, begin)
 
     def _found(self, task: GetTask, lookup: Lookup, known: int, count: int) -> None:
         """The remote tier has *count* blocks behind the first *known* of *lookup*."""
@@ -291,6 +287,17 @@ class Gets:
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
         self._read(arrivals)
+
+    def _begin(self, arrival: _Arrival, start: int, count: int) -> bool:
+        """Whether *count* blocks of *arrival* are to be read: not if all who asked have left."""
+        with self._lock:
+            if any(task.state not in FINAL for task in arrival.tasks):
+                return True
+            ids = arrival.ids[start : start + count]
+            for block in ids.tolist():
+                del self._arrivals[block]
+            self._cache.disappoint(ids, np.zeros(len(ids), np.bool_), arrival.source)
+            return False
 
     def _arrived(self, arrival: _Arrival, start: int, reads: Sequence[Read | None]) -> None:
         """Some blocks of *arrival* have been read, or could not be."""

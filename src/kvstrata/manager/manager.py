@@ -2,15 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from kvstrata.core.config import Config
-from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
+from kvstrata.core.errors import ConfigError, TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
 from kvstrata.core.tiers import DiskTier, WriteWhen
 from kvstrata.core.types import (
@@ -26,6 +24,7 @@ from kvstrata.manager.choices import make_policy
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.gets import Gets, Settled
+from kvstrata.manager.moves import Moves
 from kvstrata.manager.pins import Pins
 from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts, distinct
@@ -33,16 +32,7 @@ from kvstrata.manager.recorder import Recorder
 from kvstrata.manager.report import CacheReport, OperationReport, TierReport
 from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
-from kvstrata.manager.tasks import (
-    UNSETTLED,
-    GetTask,
-    Lookup,
-    PutTask,
-    TaskEvent,
-    TaskState,
-    TaskStatus,
-    step,
-)
+from kvstrata.manager.tasks import UNSETTLED, Lookup, TaskState, TaskStatus
 from kvstrata.observe import metrics
 from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory
@@ -120,6 +110,7 @@ class KVManager:
             ),
             lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
         )
+        self._moves = Moves(self._cache, self._gets, self._puts, self._sessions)
         if config.prefault:
             threading.Thread(
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
@@ -182,9 +173,19 @@ class KVManager:
             if len(self._namespaces) > _KEPT_NAMESPACES:
                 del self._namespaces[next(iter(self._namespaces))]
 
-    def connect_engine(self, session: str, world_size: int) -> int:
+    def connect_engine(
+        self, session: str, world_size: int, *, life: str = "", running: Collection[int] = ()
+    ) -> int:
+        """A scheduler; its owner number.
+
+        One that has been connected before says so by the same *life*. Its earlier connections
+        count as ended; slots of their puts are free, but for the tasks *running*, for which its
+        workers may still be writing: ``complete`` or ``fail`` of those frees them.
+        """
         with self._lock:
-            return self._sessions.add_engine(session, world_size)
+            if life:
+                self._moves.succeed(life, running)
+            return self._sessions.add_engine(session, world_size, life)
 
     def connect_worker(self, session: str, rank: int) -> int:
         with self._lock:
@@ -207,12 +208,7 @@ class KVManager:
     def disconnect(self, owner: int) -> None:
         """Release what *owner* held: leases at once, reserved slots when nobody can write to them."""
         with self._lock:
-            for get in [g for g in self._gets.tasks.values() if g.owner == owner]:
-                self._gets.end(get, TaskState.CANCELLED)
-            slots = []
-            for put in [p for p in self._puts.tasks.values() if p.owner == owner]:
-                slots += self._puts.abandon(put, TaskState.CANCELLED)
-            self._release(self._sessions.orphan(owner, slots) + self._sessions.remove(owner))
+            self._moves.disconnect(owner)
 
     # -- tasks -------------------------------------------------------------------------------
 
@@ -262,22 +258,30 @@ class KVManager:
         return status
 
     def launch(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
-        """The copies of these tasks begin. Unknown tasks, and those of others, are passed over."""
+        """The copies of these tasks begin.
+
+        As with all news of tasks, unknown tasks, ended ones and those of others are passed over,
+        and news that come twice mean nothing.
+        """
         with self._lock:
-            for task, state in self._moved(task_ids, owner, TaskEvent.LAUNCH):
-                task.state = state
-                if isinstance(task, GetTask):
-                    self._gets.launch(task)
+            self._moves.launch(task_ids, owner)
 
     def complete(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
-        """The copies of these running tasks have succeeded: saved blocks can be found from now."""
+        """The copies of these running tasks have succeeded: saved blocks can be found from now.
+
+        ``InvariantViolated`` tells of tasks that were not launched; they stay as they are.
+        """
         with self._lock:
-            for task, state in self._moved(task_ids, owner, TaskEvent.COMPLETE):
-                if isinstance(task, GetTask):
-                    self.counters.add(metrics.LOADED_BLOCKS, len(self._gets.ready(task)))
-                    self._gets.end(task, state)
-                else:
-                    self._puts.publish(task)
+            self._moves.complete(task_ids, owner)
+
+    def complete_part(self, task_id: int, blocks: int, *, owner: int = LOCAL_OWNER) -> None:
+        """The copies of a running task have ended, and only its first *blocks* are whole.
+
+        Those of a put can be found from now; the slots of the others are free. Of a get, the
+        others are dropped from host memory as after ``fail``.
+        """
+        with self._lock:
+            self._moves.complete_part(task_id, blocks, owner)
 
     def fail(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
         """The copies of these tasks have failed and have ended.
@@ -285,21 +289,17 @@ class KVManager:
         A block whose load failed is dropped from host memory: there is a doubt about it.
         """
         with self._lock:
-            for task, state in self._moved(task_ids, owner, TaskEvent.FAIL):
-                if isinstance(task, PutTask):
-                    self._release(self._puts.abandon(task, state))
-                else:
-                    self.counters.add(metrics.FAILED_LOADS, 1)
-                    self._gets.fail(task, state)
+            self._moves.fail(task_ids, owner)
 
     def cancel(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
-        """Give up tasks that are not running. The caller vouches that nobody will copy for them."""
+        """Give up tasks in any state; reads that nobody else waits for are not begun any more.
+
+        The caller vouches that nobody will copy for those that are not running. One that is
+        running is ``STOPPING`` until ``complete`` or ``fail`` tells that the copies have ended;
+        what they copied does not count.
+        """
         with self._lock:
-            for task, state in self._moved(task_ids, owner, TaskEvent.CANCEL):
-                if isinstance(task, GetTask):
-                    self._gets.end(task, state)
-                else:
-                    self._release(self._puts.abandon(task, state))
+            self._moves.cancel(task_ids, owner)
 
     def try_wait(self, task_ids: Sequence[int]) -> dict[int, TaskStatus]:
         """What is known of these tasks now. Tasks ended long ago are absent."""
@@ -331,12 +331,14 @@ class KVManager:
     def prefetch(self, namespace: NamespaceId, keys: Keys, *, owner: int = LOCAL_OWNER) -> int:
         """Bring the longest prefix of *keys* into host memory; the task, 0 if it is there already.
 
-        The task ends by itself: its leases are returned as soon as the blocks have arrived.
+        The task ends by itself, ``DONE``: its leases are returned as soon as the blocks have
+        arrived, or cannot. It can be cancelled before; what has arrived by then stays.
         """
 
         def release(status: TaskStatus) -> None:
             if status.state not in UNSETTLED:
-                self.cancel([status.task_id], owner=owner)
+                with self._lock:
+                    self._moves.release(status.task_id, owner)
 
         lookup = Lookup(namespace, as_key_array(keys))
         status = self._get(lookup, owner, release, is_recorded=False)
@@ -431,33 +433,6 @@ class KVManager:
             lower.close(self._drain_timeout_seconds)
         self._recorder.close(self._drain_timeout_seconds)
         self._storage.close()
-
-    # -- inside, with the lock held ----------------------------------------------------------
-
-    def _release(self, slots: list[int]) -> None:
-        self._cache.release_slots(np.array(slots, np.int32))
-
-    def _moved(
-        self, task_ids: Sequence[int], owner: int, event: TaskEvent
-    ) -> Iterator[tuple[GetTask | PutTask, TaskState]]:
-        """The tasks of *owner* among *task_ids* and their states after *event*.
-
-        Late news, of ended tasks or of others', mean nothing. News that a task cannot take raise
-        ``InvariantViolated``, but only once the others are done.
-        """
-        refused: InvariantViolated | None = None
-        for task_id in task_ids:
-            task = self._gets.tasks.get(task_id) or self._puts.tasks.get(task_id)
-            if task is None or task.owner != owner:
-                continue
-            try:
-                state = step(task.state, event)
-            except InvariantViolated as e:
-                refused = refused or e
-                continue
-            yield task, state
-        if refused is not None:
-            raise refused
 
     # -- inside, without the lock ------------------------------------------------------------
 

@@ -63,12 +63,19 @@ class Puts:
         self.tasks[task.task_id] = task
         return self.status(task)
 
-    def publish(self, task: PutTask) -> None:
-        """The bytes of *task* are in its slots: they can be found, unless a reset forbids it."""
-        kept = task.ids[~self._cache.index.is_retired(task.ids)]
-        self._cache.fill(task.ids, WRITING)
+    def publish(self, task: PutTask, state: TaskState, blocks: int) -> list[int]:
+        """The bytes of the first *blocks* of *task* are in their slots, the others do not come.
+
+        Those can be found, unless a reset forbids it. Returns the slots of the others, still taken.
+        """
+        written, lacking = task.ids[:blocks], task.ids[blocks:]
+        kept = written[~self._cache.index.is_retired(written)]
+        self._cache.fill(written, WRITING)
         self._cache.counters.add(metrics.SAVED_BLOCKS, len(kept))
-        self._end(task, TaskState.DONE)
+        self._cache.abandon(lacking)
+        self._end(task, state)
+        slots: list[int] = task.slots[blocks:].tolist()
+        return slots
 
     def abandon(self, task: PutTask, state: TaskState) -> list[int]:
         """End *task* without publishing; its slots, still taken."""
@@ -89,6 +96,7 @@ class Puts:
         return int(self._cache.index.find(namespace, as_key_array([parent]))[0])
 
     def _end(self, task: PutTask, state: TaskState) -> None:
+        task.state = state
         del self.tasks[task.task_id]
         self._desk.remember(task.task_id, state)
 

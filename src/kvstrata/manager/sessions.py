@@ -1,5 +1,6 @@
 """Who uses the cache: connections, and the engines that they belong to. Not thread-safe."""
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -18,13 +19,16 @@ class _Engine:
 
     session: str
     world_size: int
+    life: str  # of the process; empty if it has not told
     blocks_per_second: float | None = None  # that it computes; None: not measured yet
 
 
 @dataclass(slots=True)
 class _Orphan:
-    """Slots that workers of a dead scheduler connection may still be writing to."""
+    """Slots of a put that workers of a dead scheduler connection may still be writing to."""
 
+    task_id: int
+    life: str
     slots: list[int]
     writers: set[int]
 
@@ -35,6 +39,9 @@ class Sessions:
 
     A session is one engine: one scheduler connection and one connection of each worker. Nothing
     is matched or reserved for an engine before each of its workers has mapped the host tier.
+
+    A scheduler whose connection breaks while its workers stay comes back under the same *life*,
+    and knows for which tasks of before they may still be writing.
     """
 
     _next_owner: int = LOCAL_OWNER + 1
@@ -42,10 +49,27 @@ class Sessions:
     _workers: dict[int, WorkerOf] = field(default_factory=dict)
     _orphans: list[_Orphan] = field(default_factory=list)
 
-    def add_engine(self, session: str, world_size: int) -> int:
+    def add_engine(self, session: str, world_size: int, life: str = "") -> int:
         owner = self._new_owner()
-        self._engines[owner] = _Engine(session, world_size)
+        self._engines[owner] = _Engine(session, world_size, life)
         return owner
+
+    def earlier(self, life: str) -> list[int]:
+        """Connections of that life which seem to be there still."""
+        return [owner for owner, engine in self._engines.items() if life and engine.life == life]
+
+    def succeed(self, life: str, running: Collection[int]) -> list[int]:
+        """Slots of that life's earlier tasks to which nobody writes: all but those of *running*."""
+        kept = set(running)
+        return self._free(lambda orphan: orphan.life == life and orphan.task_id not in kept)
+
+    def ended(self, owner: int, task_ids: Collection[int]) -> list[int]:
+        """Slots of *task_ids*, of earlier connections of this engine: nobody writes to them now."""
+        engine = self._engines.get(owner)
+        if engine is None or not self._orphans:
+            return []
+        ended = set(task_ids)
+        return self._free(lambda orphan: orphan.life == engine.life and orphan.task_id in ended)
 
     def add_worker(self, session: str, rank: int) -> int:
         owner = self._new_owner()
@@ -75,11 +99,11 @@ class Sessions:
         """What the engine *owner* computes, if it has told."""
         return self._engines[owner].blocks_per_second if owner in self._engines else None
 
-    def orphan(self, owner: int, slots: list[int]) -> list[int]:
-        """*owner* is gone and had reserved *slots*: those that nobody can be writing to.
+    def orphan(self, owner: int, slots: Mapping[int, list[int]]) -> list[int]:
+        """*owner* is gone, with *slots* by task: those that nobody can be writing to.
 
         The others are returned by ``remove`` once the last worker of the engine that may be
-        writing has gone.
+        writing has gone, or before by ``succeed`` and ``ended``.
         """
         engine = self._engines.get(owner)
         writers = {
@@ -87,22 +111,21 @@ class Sessions:
             for worker, of in self._workers.items()
             if engine and of.session == engine.session
         }
-        if not writers or not slots:
-            return slots
-        self._orphans.append(_Orphan(slots, writers))
+        if engine is None or not writers:
+            return [slot for of_task in slots.values() for slot in of_task]
+        self._orphans += [
+            _Orphan(task_id, engine.life, of_task, set(writers))
+            for task_id, of_task in slots.items()
+        ]
         return []
 
     def remove(self, owner: int) -> list[int]:
         """Forget a closed connection; the orphaned slots that are safe to use again."""
         self._engines.pop(owner, None)
         self._workers.pop(owner, None)
-        freed = []
         for orphan in self._orphans:
             orphan.writers.discard(owner)
-            if not orphan.writers:
-                freed.extend(orphan.slots)
-        self._orphans = [orphan for orphan in self._orphans if orphan.writers]
-        return freed
+        return self._free(lambda orphan: not orphan.writers)
 
     def orphaned_slots(self) -> list[int]:
         return [slot for orphan in self._orphans for slot in orphan.slots]
@@ -120,6 +143,11 @@ class Sessions:
             }
             for engine in self._engines.values()
         ]
+
+    def _free(self, is_free: Callable[[_Orphan], bool]) -> list[int]:
+        freed = [slot for orphan in self._orphans if is_free(orphan) for slot in orphan.slots]
+        self._orphans = [orphan for orphan in self._orphans if not is_free(orphan)]
+        return freed
 
     def _new_owner(self) -> int:
         owner = self._next_owner

@@ -18,6 +18,7 @@ class TaskState(enum.Enum):
     PROMOTING = "promoting"  # get: some blocks are still on their way into host memory
     READY = "ready"  # get: every block is in host memory; put: every slot is reserved
     RUNNING = "running"  # the workers copy
+    STOPPING = "stopping"  # they still do, and it was cancelled: what they copy does not count
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -25,7 +26,8 @@ class TaskState(enum.Enum):
 
 class TaskEvent(enum.Enum):
     FOUND = "found"  # or not found: the search is over
-    PROMOTE = "promote"
+    PROMOTE = "promote"  # nothing is on its way any more
+    RELEASE = "release"  # a prefetch needs its leases no longer
     LAUNCH = "launch"
     COMPLETE = "complete"
     FAIL = "fail"
@@ -47,19 +49,43 @@ _NEXT: Final[dict[TaskState, dict[TaskEvent, TaskState]]] = {
         _E.CANCEL: _S.CANCELLED,
         _E.FAIL: _S.FAILED,
     },
-    _S.READY: {_E.LAUNCH: _S.RUNNING, _E.CANCEL: _S.CANCELLED, _E.FAIL: _S.FAILED},
-    # A running copy cannot be cancelled: its slots would be reused under it.
-    _S.RUNNING: {_E.COMPLETE: _S.DONE, _E.FAIL: _S.FAILED},
+    _S.READY: {
+        _E.RELEASE: _S.DONE,
+        _E.LAUNCH: _S.RUNNING,
+        _E.CANCEL: _S.CANCELLED,
+        _E.FAIL: _S.FAILED,
+    },
+    # A running copy is not stopped by telling: its slots stay until the workers have ended it.
+    _S.RUNNING: {_E.COMPLETE: _S.DONE, _E.FAIL: _S.FAILED, _E.CANCEL: _S.STOPPING},
+    _S.STOPPING: {_E.COMPLETE: _S.CANCELLED, _E.FAIL: _S.CANCELLED},
     _S.DONE: {},
     _S.FAILED: {},
     _S.CANCELLED: {},
+}
+_ALL: Final = frozenset(TaskEvent)
+# What comes late, or twice, and changes nothing.
+_VOID: Final[dict[TaskState, frozenset[TaskEvent]]] = {
+    _S.SEARCHING: frozenset({_E.PROMOTE}),  # there may be more to promote
+    _S.PROMOTING: frozenset({_E.FOUND}),  # a reset has ended the search before
+    _S.READY: frozenset({_E.FOUND, _E.PROMOTE}),
+    _S.RUNNING: frozenset({_E.FOUND, _E.PROMOTE, _E.RELEASE, _E.LAUNCH}),
+    _S.STOPPING: _ALL - {_E.COMPLETE, _E.FAIL},
+    _S.DONE: _ALL,
+    _S.FAILED: _ALL,
+    _S.CANCELLED: _ALL,
 }
 FINAL: Final = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
 UNSETTLED: Final = frozenset({_S.SEARCHING, _S.PROMOTING})  # there may be more blocks in a moment
 
 
 def step(state: TaskState, event: TaskEvent) -> TaskState:
-    """The state after *event*; raises ``InvariantViolated`` if the table forbids it."""
+    """The state after *event*: *state* itself where the event means nothing any more.
+
+    Raises ``InvariantViolated`` for what cannot have happened yet: a copy that nobody has begun
+    cannot be complete, and a prefetch cannot have ended while its blocks are on their way.
+    """
+    if event in _VOID[state]:
+        return state
     try:
         return _NEXT[state][event]
     except KeyError:

@@ -79,6 +79,7 @@ class _InstantDisk:
         keys: Sequence[StoreKey],
         slots: Sequence[int],
         done: Callable[[int, Sequence[Read | None]], None],
+        begin: Callable[[int, int], bool],
     ) -> None:
         done(0, [Read.HIT] * len(keys))
 
@@ -231,7 +232,8 @@ class SimulatedCache:
         with self._lock:
             status = self._puts.match(_NAMESPACE, keys, parent, _OWNER, "")
             if status.task_id:
-                self._puts.publish(self._puts.tasks[status.task_id])
+                task = self._puts.tasks[status.task_id]
+                self._puts.publish(task, TaskState.DONE, len(task.ids))
 
     def _write(self, tier: LowerTier) -> None:
         """Write everything that waits for the disk."""

@@ -159,6 +159,9 @@ class ManagerClient:
         for part in _parts(task_ids):
             self.submit(p.Complete(part))
 
+    def complete_part(self, task_id: int, blocks: int) -> None:
+        self.submit(p.CompletePart(task_id, blocks))
+
     def fail(self, task_ids: Sequence[int]) -> None:
         for part in _parts(task_ids):
             self.submit(p.Fail(part))

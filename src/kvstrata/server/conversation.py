@@ -127,7 +127,9 @@ class Conversation:
                     hint="see the engine's log for the setting to change, or use a server "
                     "with host memory alone",
                 )
-            self._owner = manager.connect_engine(hello.session, hello.world_size)
+            self._owner = manager.connect_engine(
+                hello.session, hello.world_size, life=hello.life, running=hello.running
+            )
         self._manager = manager
         mapping = manager.memory.mapping
         welcome = p.Welcome(hello.seq, manager.server_id, mapping.slots, mapping.slot_bytes)
@@ -185,6 +187,11 @@ class Conversation:
         me = self._me()
         self._held.completed(request.task_ids)
         self._cache().complete(request.task_ids, owner=me)
+
+    def _on_complete_part(self, request: p.CompletePart) -> None:
+        me = self._me()
+        self._held.completed([request.task_id])
+        self._cache().complete_part(request.task_id, request.blocks, owner=me)
 
     def _on_fail(self, request: p.Fail) -> None:
         me = self._me()
@@ -333,6 +340,7 @@ _HANDLERS: Final[dict[type, Callable[[Conversation, Any], None]]] = {
     p.PutMatch: Conversation._on_put_match,
     p.Launch: Conversation._on_launch,
     p.Complete: Conversation._on_complete,
+    p.CompletePart: Conversation._on_complete_part,
     p.Fail: Conversation._on_fail,
     p.Cancel: Conversation._on_cancel,
     p.TryWait: Conversation._on_try_wait,

@@ -20,7 +20,7 @@ from kvstrata.manager.decisions import Decision
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import TaskState, TaskStatus
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 8 << 20
 MAX_KEYS: Final = 131_072  # in one request
 MAX_TASK_IDS: Final = 4096  # in one request
@@ -50,6 +50,8 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
     rank: _Count = 0
     world_size: _Count = 1
     block_format: _Text = EXACT
+    life: _Text = ""  # of a scheduler: the same each time that this process connects
+    running: _TaskIds = []  # of its earlier connections: what its workers may still write for
 
 
 class Mapped(msgspec.Struct, tag=True, array_like=True):
@@ -86,6 +88,13 @@ class Launch(msgspec.Struct, tag=True, array_like=True):
 
 class Complete(msgspec.Struct, tag=True, array_like=True):
     task_ids: _TaskIds
+
+
+class CompletePart(msgspec.Struct, tag=True, array_like=True):
+    """The copies of the task have ended, and only its first *blocks* are whole."""
+
+    task_id: int
+    blocks: _Count
 
 
 class Fail(msgspec.Struct, tag=True, array_like=True):
@@ -161,6 +170,7 @@ Request = (
     | PutMatch
     | Launch
     | Complete
+    | CompletePart
     | Fail
     | Cancel
     | TryWait

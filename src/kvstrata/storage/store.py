@@ -23,7 +23,8 @@ class Store(Protocol):
     * Batches are not transactions: each block succeeds or fails alone. A key may be in a batch
       twice, and a batch may be empty.
     * A missing block is a value (``Read.MISS``); an unreachable store raises ``TierUnavailable``
-      and leaves the buffers undefined. What the call was to do may be done in part.
+      and leaves the buffers undefined. What the call was to do may be done in part. One that can
+      be reached, but not for some blocks, may report those as ``Read.FAILED`` instead.
     * Buffers belong to the caller, are bytes in one piece, and nothing of them is kept after the
       call. A key or a buffer of a wrong length is a bug of the caller: ``InvariantViolated``.
 

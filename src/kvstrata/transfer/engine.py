@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvstrata.core.errors import KVStrataError
@@ -32,6 +33,7 @@ WRITE_BATCH_BYTES: Final = 8 << 20
 """What one call of ``write_some`` should write: much at once, but not in the way of a read."""
 
 Done = Callable[[int, Sequence[Read | None]], None]
+Begin = Callable[[int, int], bool]
 
 
 class TransferLimits(NamedTuple):
@@ -41,6 +43,10 @@ class TransferLimits(NamedTuple):
     write_threads: int = 4
     max_queued_read_bytes: int = 4 << 30  # reads beyond, waiting and running, are not asked for
     write_bytes_per_second: float | None = None  # on average; None: no limit
+
+
+def _always(_start: int, _count: int) -> bool:
+    return True
 
 
 class TransferEngine:
@@ -84,17 +90,27 @@ class TransferEngine:
         for writer in self._writers:
             writer.start()
 
-    def read(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], done: Done) -> None:
+    def read(
+        self,
+        keys: Sequence[StoreKey],
+        buffers: Sequence[memoryview],
+        done: Done,
+        begin: Begin = _always,
+    ) -> None:
         """Fill ``buffers[i]`` with block ``keys[i]``.
 
         *done(start, reads)* tells the fates of ``len(reads)`` blocks from index *start* on, None
         where the store could not be asked or its queue is full. Each block has one fate.
+        *begin(start, count)* is asked on an I/O thread before a part is read, and answers false
+        if it is of no use any more: then it is not read, and *done* not called for it.
         """
         step = self._batch_blocks
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
-            if not self._queue(keys[part], buffers[part], start, done):
-                done(start, [None] * len(keys[part]))
+            wanted = partial(begin, start, len(keys[part]))
+            told = partial(done, start)
+            if not self._queue(keys[part], buffers[part], told, wanted):
+                told([None] * len(keys[part]))
 
     def wake(self) -> None:
         """There may be something to write; one of the writers that wait looks."""
@@ -115,7 +131,11 @@ class TransferEngine:
             writer.join(max(0.0, give_up - time.monotonic()))
 
     def _queue(
-        self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], start: int, done: Done
+        self,
+        keys: Sequence[StoreKey],
+        buffers: Sequence[memoryview],
+        done: Callable[[Sequence[Read | None]], None],
+        begin: Callable[[], bool],
     ) -> bool:
         """Give a part to the I/O threads, unless too much waits already or they are gone."""
         part_bytes = len(keys) * self._block_bytes
@@ -125,18 +145,25 @@ class TransferEngine:
             ):
                 return False
             try:
-                self._readers.submit(self._read_part, keys, buffers, start, done)
+                self._readers.submit(self._read_part, keys, buffers, done, begin)
             except RuntimeError:  # closed meanwhile
                 return False
             self._queued_bytes += part_bytes
         return True
 
     def _read_part(
-        self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], start: int, done: Done
+        self,
+        keys: Sequence[StoreKey],
+        buffers: Sequence[memoryview],
+        done: Callable[[Sequence[Read | None]], None],
+        begin: Callable[[], bool],
     ) -> None:
         reads: Sequence[Read | None] = [None] * len(keys)
+        wanted = True
         try:
-            reads = self._store.read_into(keys, buffers)
+            wanted = begin()
+            if wanted:
+                reads = self._store.read_into(keys, buffers)
         except KVStrataError as e:
             _log.warning("reading %d blocks failed: %s", len(keys), e)
         except Exception:  # noqa: BLE001 - thread top: whoever waits must hear of the failure
@@ -145,7 +172,8 @@ class TransferEngine:
             self._queued_bytes -= len(keys) * self._block_bytes
             if not self._queued_bytes:
                 self._no_reads.notify_all()
-        done(start, reads)
+        if wanted:
+            done(reads)
 
     def _write_loop(self, number: int) -> None:
         _lower_priority()

@@ -1,6 +1,7 @@
 """The scheduler half's line to the cache server: kept up, given up, taken up again."""
 
 import logging
+import secrets
 import time
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,7 @@ class CacheLink:
         self._config = config
         self._path = path
         self._hello = hello
+        self._life = secrets.token_hex(16)
         self._server = server
         self._client: ManagerClient | None = None
         self._welcomed = False
@@ -45,6 +47,7 @@ class CacheLink:
         self._first_namespace: NamespaceId | None = None  # of which there may be old blocks
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
         self._resets: dict[NamespaceId, Pending | None] = {}  # until they are answered
+        self._writing: set[int] = set()  # tasks, of whatever connection
 
     @property
     def ready(self) -> bool:
@@ -130,6 +133,14 @@ class CacheLink:
             oldest = (n for n in self._resets if n != self._first_namespace)
             del self._resets[next(oldest)]
 
+    def write_begins(self, task_id: int) -> None:
+        """Workers may write into the slots of *task_id* from now, whatever becomes of the line."""
+        self._writing.add(task_id)
+
+    def write_ended(self, task_id: int) -> None:
+        """No worker does any more; the next connection will not count it among the running."""
+        self._writing.discard(task_id)
+
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
@@ -139,6 +150,10 @@ class CacheLink:
 
     def _open(self) -> None:
         self._hello.seq = 0
+        # With too many to tell, none is told, and nothing of earlier connections is given back.
+        can_tell = len(self._writing) <= p.MAX_TASK_IDS
+        self._hello.life = self._life if can_tell else ""
+        self._hello.running = sorted(self._writing) if can_tell else []
         self._client = ManagerClient(
             self._path, self._hello, timeout_seconds=self._config.lookup_timeout_seconds
         )
@@ -168,6 +183,9 @@ class CacheLink:
         self._welcomed, self._told = True, ""
         self.server_id = reply.server_id
         _log.info("connected to the cache server at %s", self._path)
+        ended = [task_id for task_id in self._hello.running if task_id not in self._writing]
+        if ended:
+            self.submit(p.Fail(ended))
         for namespace in self._resets:
             self._resets[namespace] = self.submit(p.Reset(0, namespace))
         for namespace, parts in self._namespaces.items():

@@ -54,11 +54,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Tasks that ended since the last report, over all workers once aggregated.
 
     A task is over when ``saved`` or ``load_done`` counts every worker: only then does nobody
-    read or write its device blocks and slots any more. It failed if any worker says so.
+    read or write its device blocks and slots any more. It failed if any worker says so; of a
+    failed save the leading blocks that all workers have copied can be kept.
     """
 
     saved: dict[int, int] = field(default_factory=dict)  # task id -> workers done, ok or not
-    save_failed: set[int] = field(default_factory=set)
+    save_failed: dict[int, int] = field(default_factory=dict)  # task id -> leading blocks copied
     load_done: dict[int, int] = field(default_factory=dict)  # task id -> workers done, ok or not
     load_failed: set[int] = field(default_factory=set)
 
@@ -68,7 +69,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             raise TypeError(f"cannot aggregate a {type(other).__name__} with a WorkerReport")
         return WorkerReport(
             saved=_add(self.saved, other.saved),
-            save_failed=self.save_failed | other.save_failed,
+            save_failed=_least(self.save_failed, other.save_failed),
             load_done=_add(self.load_done, other.load_done),
             load_failed=self.load_failed | other.load_failed,
         )
@@ -76,3 +77,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 def _add(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
     return {task: left.get(task, 0) + right.get(task, 0) for task in left.keys() | right.keys()}
+
+
+def _least(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
+    least = left | right
+    for task in left.keys() & right.keys():
+        least[task] = min(left[task], right[task])
+    return least

@@ -40,6 +40,7 @@ class _RunningSave:
     blocks: list[KVCacheBlock]  # empty once given up
     workers_left: int
     deadline: float
+    whole_blocks: int  # leading ones that no worker has failed to copy
     void: bool = False  # of before a reset: must not become visible
 
 
@@ -110,23 +111,28 @@ class Saves:
             self._link.submit(p.Launch([save.task_id for save in plans]))
         return plans
 
-    def ended(self, done: dict[int, int], failed: set[int]) -> None:
-        """Workers report: *done* task id → number of workers, *failed* task ids."""
+    def ended(self, done: dict[int, int], failed: dict[int, int]) -> None:
+        """Workers report: *done* task id → number of workers, *failed* → blocks that are whole."""
         for task_id, workers in done.items():
             save = self._running.get(task_id)
             if save is None:
                 continue
             save.workers_left -= workers
-            save.void = save.void or task_id in failed
+            save.whole_blocks = min(save.whole_blocks, failed.get(task_id, save.whole_blocks))
             if save.workers_left > 0:
                 continue
             del self._running[task_id]
             self._held.release(save.blocks)
-            if save.connection != self._link.number:
+            self._link.write_ended(task_id)
+            is_void = save.void or save.connection != self._link.number
+            if is_void or not save.whole_blocks:
+                self._link.submit(p.Fail([task_id]))
                 continue
-            self._link.submit(p.Fail([task_id]) if save.void else p.Complete([task_id]))
-            if not save.void:
-                self.know(save.keys)
+            if save.whole_blocks < len(save.keys):
+                self._link.submit(p.CompletePart(task_id, save.whole_blocks))
+            else:
+                self._link.submit(p.Complete([task_id]))
+            self.know(save.keys[: save.whole_blocks])
 
     def know(self, keys: Iterable[BlockKey]) -> None:
         """The server has these: they need not be offered."""
@@ -176,7 +182,9 @@ class Saves:
             blocks,
             self._world_size,
             time.monotonic() + self._config.save_timeout_seconds,
+            len(status.missing),
         )
+        self._link.write_begins(status.task_id)
         ids = [block.block_id for block in blocks]
         return [Save(status.task_id, ids, status.slots, status.generations)]
 

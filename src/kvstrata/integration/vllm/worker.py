@@ -56,12 +56,23 @@ class _Task:
     request_id: str | None  # None for a save
     deadline: float  # of the clock; only loads have one
     jobs: list[Handle[Copied]] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # of each job
     pending: int = 0  # jobs that may still run
     failed: bool = False
 
     @property
     def is_save(self) -> bool:
         return self.request_id is None
+
+    @property
+    def whole_blocks(self) -> int:
+        """The leading blocks whose copies have ended as they should."""
+        whole = 0
+        for handle, blocks in zip(self.jobs, self.blocks, strict=True):
+            if _problem(handle) is not None:
+                break
+            whole += blocks
+        return whole
 
 
 class WorkerHalf:
@@ -163,9 +174,10 @@ class WorkerHalf:
             for runs in split():
                 handle = begin(make_job(copier, slots, runs), lane)
                 if handle.outcome is Outcome.REFUSED:
-                    self._fail(task, "too many copies are waiting")
+                    self._fail(task, "too many copies are waiting", len(task.jobs))
                     break
                 task.jobs.append(handle)
+                task.blocks.append(len(runs))
                 self._task_of[handle] = task
         except KVStrataError as e:
             self._fail(task, e)
@@ -199,18 +211,21 @@ class WorkerHalf:
             task = self._task_of.pop(handle)
             task.pending -= 1
             if (problem := _problem(handle)) is not None:
-                self._fail(task, problem)
+                self._fail(task, problem, task.jobs.index(handle))
             if task.pending == 0:
                 self._finish(task)
 
-    def _fail(self, task: _Task, problem: object) -> None:
-        """Mark *task* failed, say so once, and spare the copies of it that have not begun."""
+    def _fail(self, task: _Task, problem: object, first: int = 0) -> None:
+        """Mark *task* failed, say so once, and spare the copies that have not begun.
+
+        Those of a save before job *first* go on: what they copy can be kept.
+        """
         if task.failed:
             return
         task.failed = True
         kind = "save" if task.is_save else f"load of request {task.request_id}"
         _log.warning("%s (task %d) failed: %s", kind, task.task_id, problem)
-        for handle in task.jobs:
+        for handle in task.jobs[first if task.is_save else 0 :]:
             self._lanes.cancel(handle)
 
     def _finish(self, task: _Task) -> None:
@@ -218,7 +233,7 @@ class WorkerHalf:
         if task.request_id is None:
             self._report.saved[task.task_id] = 1
             if task.failed:
-                self._report.save_failed.add(task.task_id)
+                self._report.save_failed[task.task_id] = task.whole_blocks
             return
         del self._loads[task.task_id]
         self._received.add(task.request_id)

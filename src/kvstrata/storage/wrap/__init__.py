@@ -2,7 +2,8 @@
 
 from kvstrata.storage.wrap.breaker import BreakerStore
 from kvstrata.storage.wrap.forward import WrappedStore
+from kvstrata.storage.wrap.leading import LeadingStore
 from kvstrata.storage.wrap.retry import RetryStore
 from kvstrata.storage.wrap.timed import Operation, TimedStore
 
-__all__ = ["BreakerStore", "Operation", "RetryStore", "TimedStore", "WrappedStore"]
+__all__ = ["BreakerStore", "LeadingStore", "Operation", "RetryStore", "TimedStore", "WrappedStore"]

@@ -1,0 +1,48 @@
+"""What lies before a block that cannot be read is read all the same."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.types import Read, StoreKey
+from kvstrata.storage.store import Store
+from kvstrata.storage.wrap.forward import WrappedStore
+
+_DEADLINE_SECONDS: Final = 1.0
+
+
+class LeadingStore(WrappedStore):
+    """Reads a batch that raised ``TierUnavailable`` again, block by block up to the first failure.
+
+    That block and those behind it are ``FAILED``: a prefix is of use without what follows it. If
+    not even the first one can be read, or the store was slow to fail, the error stays what it was.
+    No block is begun later than a second after the call.
+    """
+
+    def __init__(self, inner: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(inner)
+        self._clock = clock
+
+    def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        deadline = self._clock() + _DEADLINE_SECONDS
+        try:
+            return super().read_into(keys, buffers)
+        except TierUnavailable:
+            found = self._leading(keys, buffers, deadline) if len(keys) > 1 else []
+            if not found:
+                raise
+        return found + [Read.FAILED] * (len(keys) - len(found))
+
+    def _leading(
+        self, keys: Sequence[StoreKey], buffers: Sequence[memoryview], deadline: float
+    ) -> list[Read]:
+        found: list[Read] = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            if self._clock() > deadline:
+                break
+            try:
+                found += super().read_into([key], [buffer])
+            except TierUnavailable:
+                break
+        return found
