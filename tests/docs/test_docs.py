@@ -9,6 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
+REPLAY_BLOCK = re.compile(
+    r"^```console\n\$ kvstrata (replay[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -27,6 +30,23 @@ def test_a_python_block_of_the_documentation_runs(block: str, tmp_path: Path) ->
         [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"), REPLAY_BLOCK.findall((ROOT / "docs" / "sizing.md").read_text())
+)
+def test_a_replay_prints_what_the_sizing_guide_shows(
+    command: str, shown: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(  # noqa: PLW1510 - the assertion shows what it printed
+        [sys.executable, "-m", "kvstrata", *command.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.rstrip() for line in done.stdout.splitlines()] == shown.splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
