@@ -13,6 +13,8 @@ COMMANDS = [
     "server",
     "stats",
     "inspect",
+    "pin",
+    "unpin",
     "doctor",
     "check",
     "replay",

@@ -1,8 +1,9 @@
 import json
+import os
 import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,63 @@ def test_stats_of_a_socket_where_nobody_answers(place: Path) -> None:
 
 def test_two_formats_at_once_are_refused() -> None:
     assert kvstrata("stats", "--json", "--prometheus").returncode == 2
+
+
+def test_operator_pins_blocks_and_ends_the_pin(place: Path) -> None:
+    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
+        keys = [key.hex() for key in save(engine, 3)]
+        (place / "keys").write_text("\n".join([*keys, "ff" * BLOCK_KEY_BYTES]))
+        where = ("--namespace", NAMESPACE.hex(), "--socket", str(path))
+        first = printed("pin", keys[0], *where, "--ttl", "60")
+        second = printed("pin", "--keys-from", str(place / "keys"), *where, "--json")
+        stats = json.loads(printed("stats", "--socket", str(path), "--json"))
+        strange = kvstrata("pin", "ff" * BLOCK_KEY_BYTES, *where)
+        assert printed("unpin", "2", "--socket", str(path)) == ""
+        assert printed("unpin", "1", "--socket", str(path)) == ""
+        gone = kvstrata("unpin", "1", "--socket", str(path))
+        after = json.loads(printed("stats", "--socket", str(path), "--json"))
+    assert first == f"pin 1 at {path}: 1 of 1 blocks for 60 seconds\n"
+    assert json.loads(second) == {"pins": [{"socket": str(path), "number": 2, "blocks": 3}]}
+    assert stats["servers"][0]["report"]["pinned_blocks"] == 4
+    assert after["servers"][0]["report"]["pinned_blocks"] == 0
+    assert (strange.returncode, strange.stdout) == (1, "")
+    assert strange.stderr.startswith("error: nothing is pinned")
+    assert (gone.returncode, gone.stderr) == (1, f"error: {path} has no pin 1\n")
+
+
+def test_pin_is_not_looked_for_at_several_servers(place: Path) -> None:
+    """Each has pins of its own under the same numbers."""
+    folder = place / f"kvstrata-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        for name in ("a", "b"):
+            path, log = folder / f"{name}.sock", place / f"{name}.log"
+            command = ("server", "--socket", str(path), "--host-size", "1MiB")
+            stack.enter_context(running(*command, "--block-bytes", "64KiB", log=log))
+            until(lambda log=log: "ready" in log.read_text(), 30, log)  # type: ignore[misc]
+        several = kvstrata("unpin", "1")
+        one = kvstrata("unpin", "1", "--socket", str(path))
+    assert (several.returncode, one.returncode) == (2, 1)
+    assert several.stderr.startswith("error: 2 servers are running")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--namespace", "00" * 16], "no key is given"),
+        (["abc", "--namespace", "00" * 16], "'abc' is not a key: 64 hexadecimal digits"),
+        (["00" * 32, "--namespace", "zz"], "'zz' is not a namespace: 32 hexadecimal digits"),
+        (["--namespace", "00" * 16, "--keys-from", "/nowhere/k"], "cannot read /nowhere/k"),
+    ],
+)
+def test_pin_that_names_no_block_is_refused(arguments: list[str], complaint: str) -> None:
+    result = kvstrata("pin", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {complaint}")
+
+
+def test_pin_without_tiers_is_refused(place: Path) -> None:
+    with serving(place, "--host-size", "4MiB") as path:
+        result = kvstrata("pin", "00" * 32, "--namespace", NAMESPACE.hex(), "--socket", str(path))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "this server has no tiers yet" in result.stderr

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.machines import machine_settings
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.key_table import KeyTable
@@ -143,4 +143,4 @@ def _array(ids: list[int]) -> BlockIds:
 
 
 TestKeyTableMachine = KeyTableMachine.TestCase
-TestKeyTableMachine.settings = settings(stateful_step_count=25)
+TestKeyTableMachine.settings = machine_settings(examples=100, steps=25)

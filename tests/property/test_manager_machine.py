@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.caches import (
@@ -34,6 +33,7 @@ from tests.caches import (
     reads_running,
     write,
 )
+from tests.machines import machine_settings
 
 from kvstrata.core.types import BlockKey, NamespaceId, StoreKey
 from kvstrata.manager.manager import KVManager
@@ -505,6 +505,4 @@ def _fast_disk() -> Iterator[None]:
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(
-    max_examples=max(60, settings().max_examples // 20), stateful_step_count=40, deadline=None
-)
+TestManagerMachine.settings = machine_settings(examples=60, steps=40)

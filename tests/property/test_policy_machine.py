@@ -1,10 +1,10 @@
 """Random histories: each policy against a plain one that meets one block at a time."""
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
+from tests.machines import machine_settings
 from tests.property.policy_models import Model, PlainCostAware, PlainLRU, PlainS3FIFO
 
 from kvstrata.core.keys import BlockIds
@@ -119,10 +119,10 @@ class S3FIFORefusalsMachine(PolicyMachine):
 
 
 TestLRU = LRUMachine.TestCase
-TestLRU.settings = settings(stateful_step_count=25)
+TestLRU.settings = machine_settings(examples=100, steps=25)
 TestCostAware = CostAwareMachine.TestCase
-TestCostAware.settings = settings(stateful_step_count=25)
+TestCostAware.settings = machine_settings(examples=100, steps=25)
 TestS3FIFO = S3FIFOMachine.TestCase
-TestS3FIFO.settings = settings(stateful_step_count=25)
+TestS3FIFO.settings = machine_settings(examples=100, steps=25)
 TestS3FIFORefusals = S3FIFORefusalsMachine.TestCase
-TestS3FIFORefusals.settings = settings(stateful_step_count=25)
+TestS3FIFORefusals.settings = machine_settings(examples=100, steps=25)

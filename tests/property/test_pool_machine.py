@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.machines import machine_settings
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.index.pool import SlotPool
@@ -51,4 +51,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(stateful_step_count=30)
+TestPoolMachine.settings = machine_settings(examples=100, steps=30)

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.caches import (
@@ -32,6 +31,7 @@ from tests.caches import (
     eventually,
     keys,
 )
+from tests.machines import machine_settings
 from tests.server.harness import engine, worker
 
 from kvstrata.core.errors import ServerUnavailable
@@ -463,8 +463,5 @@ def _fast_disk() -> Iterator[None]:
         yield
 
 
-# 20 000 examples of the nightly profile become 1000 of 40 steps: each starts a server.
 TestServerMachine = ServerMachine.TestCase
-TestServerMachine.settings = settings(
-    max_examples=max(50, settings().max_examples // 20), stateful_step_count=40, deadline=None
-)
+TestServerMachine.settings = machine_settings(examples=50, steps=40)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.machines import machine_settings
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import ABSENT, BlockIds, as_key_array
@@ -268,4 +268,4 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(stateful_step_count=25)
+TestTreeMachine.settings = machine_settings(examples=100, steps=25)

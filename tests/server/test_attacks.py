@@ -4,8 +4,10 @@ Every attack is made over real sockets, and a well-behaved engine uses the cache
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.caches import (
     ALICE,
@@ -39,6 +42,14 @@ from kvstrata.server.server import Server
 HELLO = p.Hello(0, p.PROTOCOL_VERSION, "engine", "attacker", BLOCK_BYTES)
 OBSERVER = p.Hello(0, p.PROTOCOL_VERSION, "observer")
 PING = p.encode(p.Ping(1))
+
+
+def hello(**changes: object) -> p.Hello:
+    return msgspec.structs.replace(HELLO, **changes)
+
+
+def parts(count: int) -> dict[str, str]:
+    return {str(n): "" for n in range(count)}
 
 
 @pytest.fixture
@@ -382,6 +393,57 @@ def test_offenders_are_logged_up_to_a_point(path: Path, caplog: pytest.LogCaptur
         offender.close()
         half.close()
     assert 1 < len(caplog.records) <= 40
+
+
+@pytest.mark.parametrize(
+    ("most", "beyond"),
+    [
+        ([HELLO, p.Launch([1] * 4096)], [HELLO, p.Launch([1] * 4097)]),
+        ([HELLO, p.TryWait(1, [1] * 4096)], [HELLO, p.TryWait(1, [1] * 4097)]),
+        ([hello(session="x" * 256)], [hello(session="x" * 257)]),
+        ([hello(life="x" * 256)], [hello(life="x" * 257)]),
+        ([hello(running=[1] * 4096)], [hello(running=[1] * 4097)]),
+        ([hello(block_format="int8" + " " * 252)], [hello(block_format="x" * 257)]),
+        ([HELLO, p.Register(BOB, parts(256))], [HELLO, p.Register(BOB, parts(257))]),
+        ([HELLO, p.Explain(1, "x" * 256)], [HELLO, p.Explain(1, "x" * 257)]),
+        ([HELLO, p.Pin(1, BOB, b"", 1e9)], [HELLO, p.Pin(1, BOB, b"", 1.1e9)]),
+    ],
+    ids=["launch", "try_wait", "session", "life", "running", "format", "parts", "explain", "pin"],
+)
+def test_message_that_holds_more_than_it_may_ends_the_connection(
+    path: Path, most: list[p.Request], beyond: list[p.Request]
+) -> None:
+    with arena(path) as (server, honest):
+        client = attacker(server, *most, p.Ping(77))
+        replies = [client.receive()]
+        while replies[-1] != p.Number(77, 0):
+            assert replies[-1] is not None, "it is hung up on"
+            replies.append(client.receive())
+        client.close()
+        client = attacker(server, *beyond, p.Ping(77))
+        while (reply := client.receive()) is not None:
+            assert reply != p.Number(77, 0), "it is served"
+        client.close()
+        honest.uses_the_cache()
+
+
+def test_frame_of_the_greatest_length_is_heard_and_a_longer_one_ends_the_connection(
+    path: Path,
+) -> None:
+    with arena(path) as (server, honest):
+        for extra, answer in ((0, True), (1, False)):
+            client = welcomed(server, HELLO)
+            client.push(p.LENGTH.pack(p.MAX_FRAME_BYTES + extra))
+            eventually(lambda c=client, a=answer: a or c.is_hung_up_on(), "kept")  # type: ignore[misc]
+            assert client.is_hung_up_on() is not answer
+            client.close()
+        honest.uses_the_cache()
+
+
+def test_each_limit_is_hit_by_a_test_of_this_file() -> None:
+    source = Path(__file__).read_text()
+    hit = set(re.findall(r"\b(\w+)=", " ".join(re.findall(r"Limits\(([^)]+)\)", source))))
+    assert hit == {field.name for field in dataclasses.fields(Limits)}
 
 
 # -- clients that keep much ----------------------------------------------------------------------

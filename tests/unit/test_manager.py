@@ -588,6 +588,48 @@ def test_damaged_block_cuts_the_prefix_is_dropped_and_counted(
     assert load(manager, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1, 2, 3))
 
 
+@pytest.mark.parametrize("unreadable", [1, 2, 4])
+def test_block_that_the_disk_cannot_read_costs_itself_and_what_follows(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: int
+) -> None:
+    """What is in host memory, and what the disk has before that block, is given all the same."""
+    asked = keys(1, 2, 3, 4, 5)
+    manager = open_(managers, 6, tmp_path)
+    save(manager, ALICE, asked)
+    drained(manager)
+    push_out(manager, 6)
+    load(manager, ALICE, asked[:1])
+    read = DiskStore.read_into
+    bad = {ALICE + asked[unreadable]}
+
+    def sometimes(store: DiskStore, wanted: list[bytes], buffers: list[memoryview]) -> object:
+        if bad & set(wanted):
+            raise TierUnavailable("a sector cannot be read")
+        return read(store, wanted, buffers)
+
+    monkeypatch.setattr(DiskStore, "read_into", sometimes)
+    assert host_slot(manager, ALICE + asked[0]) >= 0
+    assert host_slot(manager, ALICE + asked[1]) < 0
+    assert load(manager, ALICE, asked) == contents(ALICE, asked[:unreadable])
+    manager.check()
+    bad.clear()
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)
+
+
+def test_disk_that_is_away_costs_no_hit_in_host_memory(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 4, tmp_path)
+    save(manager, ALICE, keys(1, 2, 3))
+    drained(manager)
+    push_out(manager, 4)
+    load(manager, ALICE, keys(1, 2))
+    disk = FailingDisk(monkeypatch)
+    assert load(manager, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1, 2))
+    disk.broken = False
+    assert load(manager, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1, 2, 3))
+
+
 class FailingDisk:
     """Every read or write of the disk store fails while ``broken``."""
 

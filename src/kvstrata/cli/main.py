@@ -10,6 +10,7 @@ from kvstrata.cli.demo import demo
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.inspect import inspect
 from kvstrata.cli.make_trace import make_trace
+from kvstrata.cli.pin import pin, unpin
 from kvstrata.cli.replay import replay
 from kvstrata.cli.serve import serve
 from kvstrata.cli.server import server
@@ -28,6 +29,8 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(server)
 app.command()(stats)
 app.command()(inspect)
+app.command()(pin)
+app.command()(unpin)
 app.command()(doctor)
 app.command()(check)
 app.command()(replay)

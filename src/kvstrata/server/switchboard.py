@@ -3,7 +3,6 @@
 Nothing here waits but ``turn``, which does until something happens.
 """
 
-import contextlib
 import errno
 import logging
 import os
@@ -275,7 +274,6 @@ class Switchboard:
         client.is_here = False
         if why is not None:
             self._complaints.warn("a connection is closed: %s", why)
-        del self._clients[client.fd]
         self._queue.forget(client)
         self._timed.discard(client)
         self._of_process[client.connection.pid] -= 1
@@ -284,5 +282,8 @@ class Switchboard:
         self._buffered_bytes -= client.counted_bytes
         if client.watched is not None:
             self._poller.unwatch(client.fd)
-        with contextlib.closing(client.connection):
+        try:
             client.conversation.end()
+        finally:
+            del self._clients[client.fd]  # last: who sees that it has gone finds nothing of it
+            client.connection.close()

@@ -1,0 +1,12 @@
+"""How long the state machines run."""
+
+from hypothesis import settings
+
+
+def machine_settings(*, examples: int, steps: int) -> settings:
+    """So many runs of so many steps; with the nightly profile 1000 runs at least.
+
+    That is more than 20,000 steps a machine. A run of the server's takes a second.
+    """
+    nightly = settings().max_examples // 20
+    return settings(max_examples=max(examples, nightly), stateful_step_count=steps, deadline=None)
