@@ -270,3 +270,31 @@ class TestSchedule:
         assert time.monotonic() - started >= 0.18
         engine.close(PATIENCE_SECONDS)
         assert writer.called < 1000
+
+
+def test_part_that_nobody_wants_any_more_is_not_read_and_not_told_of(
+    engine: TransferEngine, shelf: Shelf
+) -> None:
+    fates, asked = Fates(), list[tuple[int, int]]()
+
+    def begin(start: int, count: int) -> bool:
+        asked.append((start, count))
+        return start != 2
+
+    keys = [b"a", b"b", b"c", b"d", b"e"]
+    engine.read(keys, [memoryview(bytearray(1)) for _ in keys], fates, begin)
+    eventually(lambda: len(asked) == 3 and not engine._queued_bytes, "it does not end")
+    eventually(lambda: len(fates.of) == 3, "some block has no fate")
+    assert sorted(asked) == [(0, 2), (2, 2), (4, 1)]
+    assert fates.of == {0: [Read.HIT], 1: [Read.HIT], 4: [Read.HIT]}
+    assert sorted(shelf.batches) == [[b"a", b"b"], [b"e"]]
+
+
+def test_bug_in_the_question_whether_a_part_is_wanted_is_a_fate(engine: TransferEngine) -> None:
+    fates = Fates()
+
+    def begin(_start: int, _count: int) -> bool:
+        raise ValueError("a bug")
+
+    engine.read([b"a"], [memoryview(bytearray(1))], fates, begin)
+    eventually(lambda: fates.of == {0: [None]}, "the block has no fate")
