@@ -43,6 +43,7 @@ class DrivenStore:
             block_bytes=block_bytes,
             capacity_bytes=self._count * (block_bytes + 4096),
             discard=discard,
+            write_depth=depth,
         )
         if not self._store.direct:
             raise SystemExit(f"{folder} is on a file system without O_DIRECT: choose another")
@@ -61,7 +62,7 @@ class DrivenStore:
             self._store,
             self._write_some,
             block_bytes=block_bytes,
-            limits=TransferLimits(read_threads=depth, write_threads=depth),
+            limits=TransferLimits(read_threads=depth, write_threads=2 * depth),
         )
         while len(self._digests) < self._count:
             self._write(min(len(self._buffers), self._count - len(self._digests)), [])

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,4 +158,30 @@ def test_random_operations_of_four_threads_lose_no_slot(tmp_path: Path) -> None:
     fates = [put(store, number) for number in range(slots + 1)]
     assert fates == [Write.STORED] * slots + [Write.FULL]
     assert store.statistics().corrupt_blocks == 0
+    store.close()
+
+
+def test_no_more_writes_than_the_depth_are_at_the_disk_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore([tmp_path], block_bytes=BLOCK_BYTES, capacity_bytes=24 * 8192, write_depth=2)
+    running: list[int] = []
+    seen: list[int] = []
+
+    def watched(real: Callable[..., int | None]) -> Callable[..., int | None]:
+        def call(*args: object) -> int | None:
+            running.append(1)
+            seen.append(len(running))
+            time.sleep(0.002)
+            running.pop()
+            return real(*args)
+
+        return call
+
+    for name in ("pwritev", "fdatasync"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(put, [store] * 24, range(1, 25))) == {Write.STORED}
+    assert max(seen) == 2
+    assert all(get(store, number) == block(number) for number in range(1, 25))
     store.close()

@@ -150,9 +150,12 @@ class DiskTier(BaseModel):
         ),
         examples=["4GiB"],
     )
-    write_threads: Count = Field(
+    write_depth: Count = Field(
         default=4,
-        description="Writes of up to 8 MiB that are under way at the same time.",
+        description=(
+            "Writes that are at the disk at the same time. Twice as many threads prepare them: "
+            "while some compute checksums, others keep the disk busy."
+        ),
         examples=["4"],
     )
     write_bytes_per_second: Annotated[int, BeforeValidator(parse_bytes)] | None = Field(

@@ -472,6 +472,6 @@ def _limits_of(tier: DiskTier | None) -> TransferLimits:
     return TransferLimits(
         read_threads=tier.read_threads,
         max_queued_read_bytes=tier.max_queued_read_bytes,
-        write_threads=tier.write_threads,
+        write_threads=2 * tier.write_depth,
         write_bytes_per_second=tier.write_bytes_per_second,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Semaphore
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class DiskStore:
         capacity_bytes: int,
         max_blocks_per_file: int = 32000,
         discard: bool = False,
+        write_depth: int = 4,
         lock_timeout_seconds: float = 10.0,
         system: FileSystem | None = None,
     ) -> None:
@@ -71,14 +72,16 @@ class DiskStore:
 
         *capacity_bytes* bounds the slot files of all directories together; one slot is
         ``block_bytes`` rounded up to 4 KiB, plus 4 KiB. With *discard* the room of blocks that
-        go is given back to the file system (TRIM), and taken again when it is written. Raises
-        ``ConfigError`` (``FormatError`` for what a directory holds) and then has changed nothing.
+        go is given back to the file system (TRIM), and taken again when it is written. Of the calls
+        of ``write``, *write_depth* at most are at the disk at a time. Raises ``ConfigError``
+        (``FormatError`` for what a directory holds) and then has changed nothing.
         Waits up to *lock_timeout_seconds* for another process.
         """
         wanted = Wanted(block_bytes, capacity_bytes, max_blocks_per_file)
         self._name = store_name(paths)
         self._block_bytes = block_bytes
         self._discard = discard
+        self._at_disk = Semaphore(write_depth)
         self._directories, replay = open_directories(
             system or FileSystem(), paths, wanted, lock_timeout_seconds
         )
@@ -138,8 +141,9 @@ class DiskStore:
         with self._call("written"):
             fates, reserved = self._reserve(keys, parents, buffers)
             try:
-                self._files.write(reserved.pieces)
-                self._files.sync(reserved.slots)
+                self._files.write(reserved.pieces, self._at_disk)
+                with self._at_disk:
+                    self._files.sync(reserved.slots)
                 self._publish(reserved, fates)
             finally:
                 self._release_unpublished(reserved)

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -94,10 +94,15 @@ class SlotFiles:
                 proved[position] = is_proved
         return proved
 
-    def write(self, pieces: Sequence[Piece]) -> None:
-        """Write every buffer and its footer into its slot; durable after ``sync``."""
+    def write(self, pieces: Sequence[Piece], at_disk: AbstractContextManager[object]) -> None:
+        """Write every buffer and its footer into its slot; durable after ``sync``.
+
+        Each call of the disk is made within *at_disk*, the checksums before it are not.
+        """
         for run in self._runs_of(pieces):
-            self._write_run(run, [pieces[position] for position in run.positions])
+            parts = self._sealed([pieces[position] for position in run.positions])
+            with at_disk:
+                self._write_vectors(run.fd, parts, run.offset_bytes)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Make what was written into *slots* durable: one ``fdatasync`` per file."""
@@ -162,7 +167,8 @@ class SlotFiles:
             proved += self._read_run(rest, [piece])
         return proved
 
-    def _write_run(self, run: _Run, pieces: Sequence[Piece]) -> None:
+    def _sealed(self, pieces: Sequence[Piece]) -> list[memoryview]:
+        """*pieces*, a run, with their footers: what one vectored call writes."""
         if self._must_bounce(pieces[0].buffer):
             parts = self._bounce_parts()
             np.copyto(_array(parts[0][: self._block_bytes]), _array(pieces[0].buffer))
@@ -172,7 +178,7 @@ class SlotFiles:
             tails = parts[1::2]
         for piece, tail in zip(pieces, tails, strict=True):
             tail[-PAGE_BYTES:][:_SEALED_BYTES] = self._footer(piece)
-        self._write_vectors(run.fd, parts, run.offset_bytes)
+        return parts
 
     def _parts(self, pieces: Sequence[Piece]) -> list[memoryview]:
         """Buffer, rest of the slot, buffer, rest of the slot: what one vectored call moves."""

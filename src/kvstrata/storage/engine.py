@@ -225,6 +225,7 @@ def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
         capacity_bytes=tier.capacity,
         max_blocks_per_file=tier.max_blocks_per_file,
         discard=tier.discard,
+        write_depth=tier.write_depth,
     )
 
 
