@@ -439,11 +439,13 @@ class ServerMachine(RuleBasedStateMachine):
                 each.worker.close()
             for orphans in self.orphans:
                 orphans.worker.close()
-            eventually(lambda: not self.server.clients, "a connection is kept")
-            eventually(self.all_is_returned, "something is kept")
-            self.manager.check()
-            self.server.stop()
-            self.thread.join(PATIENCE_SECONDS)
+            try:
+                eventually(lambda: not self.server.clients, "a connection is kept")
+                eventually(self.all_is_returned, "something is kept")
+                self.manager.check()
+            finally:  # its thread would keep the process
+                self.server.stop()
+                self.thread.join(PATIENCE_SECONDS)
             assert not self.thread.is_alive()
         shutil.rmtree(self.root)
 
