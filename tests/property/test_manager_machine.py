@@ -362,7 +362,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.view(slot)[:] = b"\xcc" * BLOCK_BYTES  # dirty until it is written
         if self.roomy:
             saving = {
-                (p.namespace, p.keys[i]) for p in self.puts for i in p.status.missing
+                (p.namespace, p.keys[i]) for p in self.puts for i in p.status.missing if not p.stale
             } | self.saved
             new = [i for i, k in enumerate(asked) if (namespace, k) not in saving]
             # What only the remote tier has may be saved again: the index does not know it.

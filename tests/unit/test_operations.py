@@ -43,3 +43,12 @@ def test_two_tiers_are_told_apart() -> None:
     ]
     within = metrics.snapshot()[0].within
     assert within == [0] * 5 + [1] * 9  # of 0.003 seconds and more
+
+
+@pytest.mark.parametrize("half", ["_seconds", "_bytes"])
+def test_call_that_is_half_counted_is_left_out(half: str) -> None:
+    """The I/O threads count while the report is made."""
+    metrics = OperationMetrics(CollectorRegistry())
+    metrics.observe("disk", "read", 0.5, 100)
+    getattr(metrics, half).labels("disk", "write")
+    assert [(c.tier, c.operation) for c in metrics.snapshot()] == [("disk", "read")]

@@ -50,7 +50,10 @@ class OperationMetrics:
         self._bytes.labels(tier, operation).inc(moved_bytes)
 
     def snapshot(self) -> list[OperationCounts]:
-        """What has been counted, for each tier and operation that was called."""
+        """What has been counted, for each tier and operation that was called.
+
+        One whose first call is being counted at this moment is left out.
+        """
         found: dict[tuple[str, str], dict[str, float]] = {}
         for family in (*self._seconds.collect(), *self._bytes.collect()):
             for sample in family.samples:
@@ -67,4 +70,5 @@ class OperationMetrics:
                 [int(values[f"{_SECONDS}_bucket{le}"]) for le in SECONDS_BUCKETS],
             )
             for (tier, operation), values in sorted(found.items())
+            if values.keys() >= {f"{_SECONDS}_count", _BYTES}
         ]
