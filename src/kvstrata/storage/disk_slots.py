@@ -66,7 +66,7 @@ class SlotFiles:
         self._slot_bytes = superblock.slot_bytes
         self._block_bytes = superblock.block_bytes
         self._tail_bytes = self._slot_bytes - self._block_bytes  # from the payload's end on
-        self._call_slots = min(_CALL_SLOTS, max(1, _CALL_BYTES // self._slot_bytes))
+        self._call_slots = min(_CALL_SLOTS, max(1, _CALL_BYTES // self._block_bytes))
         self._tail_room_bytes = -(-self._tail_bytes // PAGE_BYTES) * PAGE_BYTES
         self._scratch = _Scratch(max(self._slot_bytes, self._call_slots * self._tail_room_bytes))
         first_files = [slot_path(path, 0) for path in paths]
@@ -97,12 +97,19 @@ class SlotFiles:
     def write(self, pieces: Sequence[Piece], at_disk: AbstractContextManager[object]) -> None:
         """Write every buffer and its footer into its slot; durable after ``sync``.
 
-        Each call of the disk is made within *at_disk*, the checksums before it are not.
+        Calls of the disk are made within *at_disk*, the checksums before them are not.
         """
+        ready: list[tuple[_Run, list[memoryview]]] = []
+        tails = 0  # in use, of those that scratch memory has room for
         for run in self._runs_of(pieces):
-            parts = self._sealed([pieces[position] for position in run.positions])
-            with at_disk:
-                self._write_vectors(run.fd, parts, run.offset_bytes)
+            mine = [pieces[position] for position in run.positions]
+            bounced = self._must_bounce(mine[0].buffer)
+            if bounced or tails + len(mine) > self._call_slots:
+                self._write_runs(ready, at_disk)
+                ready, tails = [], 0
+            ready.append((run, self._sealed(mine, tails)))
+            tails += self._call_slots if bounced else len(mine)
+        self._write_runs(ready, at_disk)
 
     def sync(self, slots: Sequence[int]) -> None:
         """Make what was written into *slots* durable: one ``fdatasync`` per file."""
@@ -147,7 +154,7 @@ class SlotFiles:
 
     def _read_run(self, run: _Run, pieces: Sequence[Piece]) -> list[bool]:
         bounced = self._must_bounce(pieces[0].buffer)
-        parts = self._bounce_parts() if bounced else self._parts(pieces)
+        parts = self._bounce_parts() if bounced else self._parts(pieces, 0)
         whole = self._system.preadv(run.fd, parts, run.offset_bytes) // self._slot_bytes
         if bounced:
             payload = parts[0][: self._block_bytes]
@@ -167,23 +174,33 @@ class SlotFiles:
             proved += self._read_run(rest, [piece])
         return proved
 
-    def _sealed(self, pieces: Sequence[Piece]) -> list[memoryview]:
-        """*pieces*, a run, with their footers: what one vectored call writes."""
+    def _write_runs(
+        self,
+        ready: Sequence[tuple[_Run, list[memoryview]]],
+        at_disk: AbstractContextManager[object],
+    ) -> None:
+        if ready:
+            with at_disk:
+                for run, parts in ready:
+                    self._write_vectors(run.fd, parts, run.offset_bytes)
+
+    def _sealed(self, pieces: Sequence[Piece], tails: int) -> list[memoryview]:
+        """*pieces*, a run, with their footers in scratch memory behind as many *tails*."""
         if self._must_bounce(pieces[0].buffer):
             parts = self._bounce_parts()
             np.copyto(_array(parts[0][: self._block_bytes]), _array(pieces[0].buffer))
-            tails = parts
+            rooms = parts
         else:
-            parts = self._parts(pieces)
-            tails = parts[1::2]
-        for piece, tail in zip(pieces, tails, strict=True):
+            parts = self._parts(pieces, tails)
+            rooms = parts[1::2]
+        for piece, tail in zip(pieces, rooms, strict=True):
             tail[-PAGE_BYTES:][:_SEALED_BYTES] = self._footer(piece)
         return parts
 
-    def _parts(self, pieces: Sequence[Piece]) -> list[memoryview]:
+    def _parts(self, pieces: Sequence[Piece], tails: int) -> list[memoryview]:
         """Buffer, rest of the slot, buffer, rest of the slot: what one vectored call moves."""
         parts: list[memoryview] = []
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(pieces, tails):
             start = number * self._tail_room_bytes
             parts += [piece.buffer, self._scratch.memory[start : start + self._tail_bytes]]
         return parts
