@@ -298,3 +298,24 @@ def test_bug_in_the_question_whether_a_part_is_wanted_is_a_fate(engine: Transfer
 
     engine.read([b"a"], [memoryview(bytearray(1))], fates, begin)
     eventually(lambda: fates.of == {0: [None]}, "the block has no fate")
+
+
+def test_parts_that_wait_can_be_given_up_and_have_one_fate(shelf: Shelf, writer: Writer) -> None:
+    limits = TransferLimits(read_threads=1)
+    engine = TransferEngine(shelf, writer, block_bytes=2 * MIB, limits=limits)  # type: ignore[arg-type]  # reads only
+    shelf.opened.clear()
+    fates = Fates()
+    keys = [b"a", b"b", b"c", b"d", b"e"]
+    engine.read(keys, [memoryview(bytearray(1)) for _ in keys], fates)
+    assert shelf.reading.acquire(timeout=PATIENCE_SECONDS)
+    assert engine.is_reading
+    engine.give_up()
+    assert fates.of == {2: [None], 3: [None], 4: [None]}
+    engine.give_up()
+    shelf.opened.set()
+    eventually(lambda: not engine.is_reading, "it does not end")
+    eventually(lambda: len(fates.of) == 5, "some block has no fate")
+    engine.read([b"f"], [memoryview(bytearray(1))], fates)
+    eventually(lambda: shelf.batches == [[b"a", b"b"], [b"f"]], "something else is read")
+    eventually(lambda: fates.of[0] == [Read.HIT, Read.HIT], "the block has no fate")
+    engine.close(PATIENCE_SECONDS)

@@ -129,6 +129,20 @@ def test_one_call_each_while_probes_an_open_store(bench: Bench) -> None:
     assert bench.store.calls == 4
 
 
+def test_it_tells_whether_a_call_would_be_refused(bench: Bench) -> None:
+    told = [bench.breaker.refuses]
+    bench.fail(3)
+    for _ in range(2):
+        bench.now += 4.9
+        told.append(bench.breaker.refuses)
+    bench.store.error = None
+    probe = Held(bench)
+    told.append(bench.breaker.refuses)
+    probe.end()
+    told.append(bench.breaker.refuses)
+    assert told == [False, True, False, True, False]
+
+
 def test_probe_that_succeeds_closes_it(bench: Bench) -> None:
     bench.fail(3)
     bench.store.error = None

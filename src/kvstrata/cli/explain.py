@@ -31,6 +31,7 @@ _REASONS = {
     "too_late": "the rest would come after the load timeout",
     "probe": "all of it, to measure a slow tier again",
     "no_room": "no room in host memory for the rest",
+    "off": "the rest begins in a tier that is switched off",
 }
 
 

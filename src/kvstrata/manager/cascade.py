@@ -116,6 +116,18 @@ class Cascade:
         self.meter.asked(len(keys))
         self._transfer.read(keys, [self._memory.view(slot) for slot in slots], measured, wanted)
 
+    def is_off(self) -> bool:
+        """Whether there is no use in asking for blocks: the store is switched off.
+
+        While a read still runs that it did not answer, not even a probe would be begun.
+        """
+        return self._store.refuses or (self._store.is_open and self._transfer.is_reading)
+
+    def relieve(self) -> None:
+        """If the store is switched off, what waits for it ends, and holds no slots any more."""
+        if self._store.is_open:
+            self._transfer.give_up()
+
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
         """Ask how many leading *keys* the tier has; *done* as ``Finder.find`` calls it."""
         self._finder.find(keys, done)

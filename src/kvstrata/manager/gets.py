@@ -50,6 +50,10 @@ class Lower(Protocol):
         begin: Callable[[int, int], bool],
     ) -> None: ...
 
+    def is_off(self) -> bool: ...
+
+    def relieve(self) -> None: ...
+
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None: ...
 
     def owes_drop(self, namespace: NamespaceId) -> bool: ...
@@ -142,7 +146,7 @@ class Gets:
         return stopped
 
     def expire(self) -> None:
-        """Take the leases of gets whose owner has forgotten them."""
+        """Take the leases of gets whose owner has forgotten them, and those of reads in vain."""
         now = time.monotonic()
         if now < self._next_expiry:
             return
@@ -151,6 +155,8 @@ class Gets:
             for task in [t for t in self.tasks.values() if t.deadline < now]:
                 _log.warning("task %d was given up: not ended in time", task.task_id)
                 self.end(task, TaskState.CANCELLED)
+        for lower in self._lower.values():
+            lower.relieve()
 
     def end(self, task: GetTask, state: TaskState) -> None:
         """Return the leases of *task*. Needs the lock."""
@@ -215,7 +221,10 @@ class Gets:
         cache = self._cache
         cache.lease(ids)  # before slots are taken: none of them may be the victim
         sources = self._sources(ids)
-        plan = self._planner.plan(sources, _TIERS, lookup.blocks_per_second)
+        usable = self._usable(sources)
+        plan = self._planner.plan(sources[:usable], _TIERS, lookup.blocks_per_second)
+        if plan.blocks == usable < len(ids):
+            plan = plan._replace(reason=Reason.OFF)
         lacking = np.flatnonzero(sources[: plan.blocks])
         slots = cache.take_slots(task.namespace, len(lacking))
         if len(slots) < len(lacking):
@@ -242,6 +251,18 @@ class Gets:
         here = self._cache.has(ids, HOST | ARRIVING)
         on_disk = self._cache.has(ids, DISK)
         return np.where(here, 0, np.where(on_disk, 1, 2)).astype(np.uint8)
+
+    def _usable(self, sources: NDArray[np.uint8]) -> int:
+        """How many of ``_sources`` come before the first of a tier that is switched off.
+
+        Nobody leaves host memory for what could not be read anyway.
+        """
+        usable = len(sources)
+        for number, tier in enumerate(_TIERS, 1):
+            here = sources == number
+            if here.any() and self._lower[tier].is_off():
+                usable = min(usable, int(here.argmax()))
+        return usable
 
     def _reserve(self, ids: BlockIds, sources: NDArray[np.uint8], slots: Slots) -> list[_Arrival]:
         """*ids* are about to be read into *slots*."""

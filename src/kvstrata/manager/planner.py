@@ -22,6 +22,7 @@ class Reason(enum.Enum):
     TOO_LATE = "too_late"  # the rest would come after the load timeout
     PROBE = "probe"  # all is taken, to measure a tier that has lost for a while
     NO_ROOM = "no_room"  # host memory cannot take the rest
+    OFF = "off"  # the rest begins in a tier that is switched off
 
 
 class Plan(NamedTuple):

@@ -28,9 +28,9 @@ LOOKUP_BLOCKS: Final = Metric(
 DECLINED_BLOCKS: Final = Metric(
     "kvstrata_declined_blocks_total",
     "Blocks that a lookup found and did not take: computing them was expected to be sooner "
-    "(recompute), they would have come after the load timeout (too_late), or host memory had no "
-    "room for them (no_room).",
-    ("recompute", "too_late", "no_room"),
+    "(recompute), they would have come after the load timeout (too_late), host memory had no "
+    "room for them (no_room), or their tier was switched off (off).",
+    ("recompute", "too_late", "no_room", "off"),
     "reason",
 )
 LOADED_BLOCKS: Final = Metric(

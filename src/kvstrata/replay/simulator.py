@@ -89,6 +89,12 @@ class _InstantDisk:
     def owes_drop(self, namespace: NamespaceId) -> bool:
         return False
 
+    def is_off(self) -> bool:
+        return False
+
+    def relieve(self) -> None:
+        """Nothing waits."""
+
 
 class _PeakRate:
     """The most of something in a minute, a second."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -49,6 +50,16 @@ def _always(_start: int, _count: int) -> bool:
     return True
 
 
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What one call of the store reads."""
+
+    keys: Sequence[StoreKey]
+    buffers: Sequence[memoryview]
+    done: Callable[[Sequence[Read | None]], None]
+    begin: Callable[[], bool]
+
+
 class TransferEngine:
     """Reads on demand, writes in the background.
 
@@ -75,7 +86,8 @@ class TransferEngine:
         self._batch_blocks = max(1, _READ_BATCH_BYTES // block_bytes)
         self._limits = limits
         self._queued_bytes = 0
-        self._no_reads = threading.Condition()  # guards _queued_bytes
+        self._waiting: set[_Part] = set()  # not begun
+        self._no_reads = threading.Condition()  # guards these two
         self._readers = ThreadPoolExecutor(limits.read_threads, thread_name_prefix="kvstrata-read")
         self._is_woken = False
         self._next_write = 0.0  # when the rate allows it
@@ -107,10 +119,24 @@ class TransferEngine:
         step = self._batch_blocks
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
-            wanted = partial(begin, start, len(keys[part]))
-            told = partial(done, start)
-            if not self._queue(keys[part], buffers[part], told, wanted):
-                told([None] * len(keys[part]))
+            some = keys[part]
+            ends = partial(done, start), partial(begin, start, len(some))
+            if not self._queue(_Part(some, buffers[part], *ends)):
+                done(start, [None] * len(some))
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether reads run or wait."""
+        return self._queued_bytes > 0
+
+    def give_up(self) -> None:
+        """Reads that have not begun end now: the store could not be asked."""
+        with self._no_reads:
+            given_up, self._waiting = self._waiting, set()
+            for part in given_up:
+                self._ended(part)
+        for part in given_up:
+            part.done([None] * len(part.keys))
 
     def wake(self) -> None:
         """There may be something to write; one of the writers that wait looks."""
@@ -130,50 +156,47 @@ class TransferEngine:
         for writer in self._writers:
             writer.join(max(0.0, give_up - time.monotonic()))
 
-    def _queue(
-        self,
-        keys: Sequence[StoreKey],
-        buffers: Sequence[memoryview],
-        done: Callable[[Sequence[Read | None]], None],
-        begin: Callable[[], bool],
-    ) -> bool:
-        """Give a part to the I/O threads, unless too much waits already or they are gone."""
-        part_bytes = len(keys) * self._block_bytes
+    def _queue(self, part: _Part) -> bool:
+        """Give *part* to the I/O threads, unless too much waits already or they are gone."""
+        part_bytes = len(part.keys) * self._block_bytes
         with self._no_reads:
             if self._queued_bytes and (
                 self._queued_bytes + part_bytes > self._limits.max_queued_read_bytes
             ):
                 return False
             try:
-                self._readers.submit(self._read_part, keys, buffers, done, begin)
+                self._readers.submit(self._read_part, part)
             except RuntimeError:  # closed meanwhile
                 return False
             self._queued_bytes += part_bytes
+            self._waiting.add(part)
         return True
 
-    def _read_part(
-        self,
-        keys: Sequence[StoreKey],
-        buffers: Sequence[memoryview],
-        done: Callable[[Sequence[Read | None]], None],
-        begin: Callable[[], bool],
-    ) -> None:
-        reads: Sequence[Read | None] = [None] * len(keys)
+    def _read_part(self, part: _Part) -> None:
+        with self._no_reads:
+            if part not in self._waiting:
+                return  # given up
+            self._waiting.remove(part)
+        reads: Sequence[Read | None] = [None] * len(part.keys)
         wanted = True
         try:
-            wanted = begin()
+            wanted = part.begin()
             if wanted:
-                reads = self._store.read_into(keys, buffers)
+                reads = self._store.read_into(part.keys, part.buffers)
         except KVStrataError as e:
-            _log.warning("reading %d blocks failed: %s", len(keys), e)
+            _log.warning("reading %d blocks failed: %s", len(part.keys), e)
         except Exception:  # noqa: BLE001 - thread top: whoever waits must hear of the failure
-            _log.exception("reading %d blocks failed", len(keys))
+            _log.exception("reading %d blocks failed", len(part.keys))
         with self._no_reads:
-            self._queued_bytes -= len(keys) * self._block_bytes
-            if not self._queued_bytes:
-                self._no_reads.notify_all()
+            self._ended(part)
         if wanted:
-            done(reads)
+            part.done(reads)
+
+    def _ended(self, part: _Part) -> None:
+        """*part* is queued no more. Needs the lock."""
+        self._queued_bytes -= len(part.keys) * self._block_bytes
+        if not self._queued_bytes:
+            self._no_reads.notify_all()
 
     def _write_loop(self, number: int) -> None:
         _lower_priority()

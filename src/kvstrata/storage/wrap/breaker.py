@@ -57,6 +57,14 @@ class BreakerStore(WrappedStore):
             self._count_overdue(self._clock())
             return self._is_open
 
+    @property
+    def refuses(self) -> bool:
+        """Whether a call would be refused now: it is open, and no probe is due."""
+        with self._lock:
+            now = self._clock()
+            self._count_overdue(now)
+            return self._is_open and (self._is_probed() or now < self._next_probe)
+
     def _call(self, call: Callable[[], T]) -> T:
         running = self._admit()
         try:
@@ -81,7 +89,7 @@ class BreakerStore(WrappedStore):
             return running
 
     def _refuse_unless_probe(self, now: float) -> None:
-        if any(call.is_probe for call in self._running):
+        if self._is_probed():
             hint = "a call that tries it again is under way"
         elif now < self._next_probe:
             hint = f"tried again in {self._next_probe - now:.1f} s"
@@ -90,6 +98,9 @@ class BreakerStore(WrappedStore):
         raise TierUnavailable(
             f"switched off after {self._failed_in_a_row} failures in a row", hint=hint
         )
+
+    def _is_probed(self) -> bool:
+        return any(call.is_probe for call in self._running)
 
     def _end(self, running: _Call, *, failed: bool) -> None:
         with self._lock:

@@ -1,0 +1,110 @@
+"""A disk that hangs, or cannot read one of its blocks, costs what is on it and nothing else."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.caches import (
+    ALICE,
+    BLOCK_BYTES,
+    BOB,
+    PATIENCE_SECONDS,
+    config,
+    contents,
+    eventually,
+    keys,
+    load,
+    reads_running,
+    save,
+)
+
+from kvstrata.manager import cascade, gets
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskState
+from kvstrata.storage.disk import DiskStore
+
+PROMPTS = 8
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVManager]:
+    """Eight prompts of four blocks on disk, the last four in host memory as well."""
+    monkeypatch.setattr(cascade, "_HUNG_SECONDS", 0.05)
+    monkeypatch.setattr(gets, "_EXPIRY_SECONDS", 0.01)
+    made = KVManager(config(16, tmp_path), block_bytes=BLOCK_BYTES)
+    for prompt in range(PROMPTS):
+        save(made, ALICE, keys(*[prompt] * 4))
+        assert made._lower["disk"].drain(PATIENCE_SECONDS)
+    yield made
+    made.check()
+    made.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Reads of the disk end when it is set."""
+    answers = threading.Event()
+    real = DiskStore.read_into
+
+    def hanging(*args: object) -> object:
+        assert answers.wait(PATIENCE_SECONDS)
+        return real(*args)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(DiskStore, "read_into", hanging)
+    yield answers
+    answers.set()
+
+
+def is_off(manager: KVManager) -> bool:
+    return manager.stats().tiers[1].switched_off
+
+
+def ask(manager: KVManager, prompt: int) -> int:
+    """Ask for a prompt and give it up at once; how many of its blocks are in host memory."""
+    task = manager.get_match(ALICE, keys(*[prompt] * 4))
+    manager.cancel([task.task_id])
+    return len(task.slots)
+
+
+def test_disk_that_hangs_takes_no_host_memory(manager: KVManager, disk: threading.Event) -> None:
+    manager._lower["disk"]._transfer._batch_blocks = 1
+    waiting = [manager.get_match(ALICE, keys(*[prompt] * 4)).task_id for prompt in range(2)]
+    assert reads_running(manager) == 8
+    eventually(lambda: is_off(manager), "the disk is not switched off")
+    eventually(
+        lambda: not ask(manager, 7) or reads_running(manager) == 4,
+        "what is not being read keeps its slots",
+    )
+    for prompt in range(6):
+        assert ask(manager, prompt) == 0
+    assert (ask(manager, 6), ask(manager, 7)) == (4, 4), "it was evicted for what cannot be read"
+    assert manager.counters.snapshot()["kvstrata_declined_blocks_total{reason=off}"] > 0
+    save(manager, BOB, keys(1, 1))
+    assert load(manager, BOB, keys(1, 1)) == contents(BOB, keys(1, 1))
+    disk.set()
+    eventually(lambda: not reads_running(manager), "a read does not end")
+    manager.cancel(waiting)
+
+
+def test_disk_that_answers_again_is_used_again(manager: KVManager, disk: threading.Event) -> None:
+    manager._lower["disk"]._store._retry_seconds = 0.01
+    manager._lower["disk"]._transfer._batch_blocks = 1
+    waiting = manager.get_match(ALICE, keys(*[0] * 4)).task_id
+    eventually(lambda: is_off(manager), "the disk is not switched off")
+    disk.set()
+    manager.cancel([waiting])
+    asked = keys(*[1] * 4)
+    eventually(lambda: load(manager, ALICE, asked) == contents(ALICE, asked), "it stays off")
+    assert not is_off(manager)
+
+
+def test_lookup_that_waits_for_a_disk_that_hangs_hears_of_its_end(
+    manager: KVManager, disk: threading.Event
+) -> None:
+    tasks = [manager.get_match(ALICE, keys(*[prompt] * 4)).task_id for prompt in range(2)]
+    manager._lower["disk"]._transfer.give_up()
+    disk.set()
+    found = manager.wait(tasks, PATIENCE_SECONDS)
+    assert {status.state for status in found.values()} == {TaskState.READY}
+    manager.cancel(tasks)
