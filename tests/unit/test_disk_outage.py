@@ -1,7 +1,9 @@
 """A disk that hangs, or cannot read one of its blocks, costs what is on it and nothing else."""
 
+import errno
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,12 @@ from tests.caches import (
     save,
 )
 
+from kvstrata.core.types import BlockKey
 from kvstrata.manager import cascade, gets
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.disk_system import FileSystem
 
 PROMPTS = 8
 
@@ -54,6 +58,33 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(DiskStore, "read_into", hanging)
     yield answers
     answers.set()
+
+
+class BadSectors(FileSystem):
+    """Cannot read the bytes of ``bad``, or any."""
+
+    def __init__(self) -> None:
+        self.bad = range(0)
+        self.dead = False
+        self.reads = 0
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset_bytes: int) -> int:
+        self.reads += 1
+        end = offset_bytes + sum(len(buffer) for buffer in buffers)
+        if self.dead or (offset_bytes < self.bad.stop and self.bad.start < end):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(fd, buffers, offset_bytes)
+
+
+def with_bad_sector(manager: KVManager, block: BlockKey) -> BadSectors:
+    """The disk can no longer read a sector of *block* of ALICE."""
+    storage = manager._storage.disk
+    assert storage is not None
+    files = BadSectors()
+    slot = storage.data._table.slots(storage.data._table.find([ALICE + block]))[0]
+    files.bad = range(slot * 2 * BLOCK_BYTES + 512, slot * 2 * BLOCK_BYTES + 1024)
+    storage.data._files._system = files
+    return files
 
 
 def is_off(manager: KVManager) -> bool:
@@ -108,3 +139,31 @@ def test_lookup_that_waits_for_a_disk_that_hangs_hears_of_its_end(
     found = manager.wait(tasks, PATIENCE_SECONDS)
     assert {status.state for status in found.values()} == {TaskState.READY}
     manager.cancel(tasks)
+
+
+@pytest.mark.parametrize("unreadable", [0, 1, 3])
+def test_block_that_cannot_be_read_is_forgotten_and_saved_again(
+    manager: KVManager, unreadable: int
+) -> None:
+    """Else the prompts that it is part of could not be cached any more for as long as it is known."""
+    asked = keys(0, 0, 0, 0)
+    with_bad_sector(manager, asked[unreadable])
+    assert load(manager, ALICE, asked) == contents(ALICE, asked[:unreadable])
+    assert not is_off(manager)
+    assert manager.counters.snapshot()["kvstrata_corrupt_blocks_total"] == 1
+    save(manager, ALICE, asked)
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_disk_that_reads_nothing_forgets_nothing_and_is_not_asked_for_each_block(
+    manager: KVManager, blocks: int
+) -> None:
+    asked = keys(0, 0, 0, 0)[:blocks]
+    files = with_bad_sector(manager, asked[0])
+    files.dead = True
+    assert load(manager, ALICE, asked) == []
+    assert files.reads <= 8
+    files.dead, files.bad = False, range(0)
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)
+    assert manager.counters.snapshot()["kvstrata_corrupt_blocks_total"] == 0

@@ -3,6 +3,7 @@
 ``docs/on-disk-format.md`` describes the directory.
 """
 
+import errno
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class DiskStore:
     * A block that was reported ``STORED`` survives the death of the process at any moment; a
       power failure may lose the last writes, but never serves a wrong byte.
     * Every read is proved by key, generation and checksum; what fails is ``Read.CORRUPT``,
-      forgotten and counted.
+      forgotten and counted. So is a slot that the disk cannot read while it reads others.
     * A failed batch raises ``TierUnavailable``; a failed write keeps nothing of its batch.
     * A slot that is being read is not reused before the read ends.
     * New blocks of one batch get neighbouring slots where there are free ones; what is in
@@ -262,11 +263,20 @@ class DiskStore:
         fates = [Read.MISS] * len(keys)
         held = [(position, entry) for position, entry in enumerate(entries) if entry is not None]
         pieces = [Piece(keys[position], entry, buffers[position]) for position, entry in held]
-        for (position, entry), is_right in zip(held, self._files.read(pieces), strict=True):
+        for (position, entry), is_right in zip(held, self._prove(pieces), strict=True):
             fates[position] = Read.HIT if is_right else Read.CORRUPT
             if not is_right:
                 self._forget_damaged(keys[position], entry)
         return fates
+
+    def _prove(self, pieces: Sequence[Piece]) -> list[bool]:
+        """Which of *pieces* are read and right. A slot that the disk cannot read is damaged."""
+        try:
+            return self._files.read(pieces)
+        except OSError as e:
+            if e.errno != errno.EIO:
+                raise
+            return self._files.read_apart(pieces)
 
     def _forget_damaged(self, key: StoreKey, entry: Entry) -> None:
         with self._journal_lock:

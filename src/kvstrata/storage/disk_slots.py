@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -94,6 +94,22 @@ class SlotFiles:
                 proved[position] = is_proved
         return proved
 
+    def read_apart(self, pieces: Sequence[Piece]) -> list[bool]:
+        """``read``, one slot after the other; ``False`` also where only that slot cannot be read.
+
+        Raises ``OSError`` if a slot cannot be read, and nothing else in its file either: then it
+        is the disk.
+        """
+        proved = []
+        for piece in pieces:
+            try:
+                proved += self.read([piece])
+            except OSError as e:
+                if e.errno != errno.EIO or not self._can_be_read(piece.entry.slot):
+                    raise
+                proved.append(False)
+        return proved
+
     def write(self, pieces: Sequence[Piece], at_disk: AbstractContextManager[object]) -> None:
         """Write every buffer and its footer into its slot; durable after ``sync``.
 
@@ -127,6 +143,17 @@ class SlotFiles:
         while self._fds:
             for fd in self._fds.pop():
                 self._system.close(fd)
+
+    def _can_be_read(self, slot: int) -> bool:
+        """Whether the disk can read the first or the last page of the file of *slot*."""
+        place = self._superblock.place(slot)
+        fd = self._fds[place.directory][place.file]
+        end_bytes = self._superblock.file_slots(place.directory)[place.file] * self._slot_bytes
+        for offset_bytes in (0, end_bytes - PAGE_BYTES):
+            with suppress(OSError):
+                self._system.preadv(fd, [self._scratch.memory[:PAGE_BYTES]], offset_bytes)
+                return True
+        return False
 
     def _runs_of(self, pieces: Sequence[Piece]) -> Iterator[_Run]:
         """*pieces* grouped to what one call moves."""
