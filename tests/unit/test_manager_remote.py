@@ -80,6 +80,21 @@ def test_what_another_node_has_saved_is_found_and_loaded(manager: KVManager) -> 
     assert count(manager, "promoted_blocks_total{tier=remote}") == 4
 
 
+@pytest.mark.parametrize("path", [(0, 1, 0), (1, 1), (0, 0)])
+def test_key_that_comes_twice_is_looked_for_up_to_there(
+    manager: KVManager, path: tuple[int, ...]
+) -> None:
+    """No prompt has one. A lease is taken once a block, and would be returned once."""
+    prompt = keys(0, 0, 0, 0)
+    asked = [prompt[block] for block in path]
+    save(manager, ALICE, prompt[:1])
+    task = settled(manager, manager.get_match(ALICE, asked))
+    assert task.state is TaskState.READY
+    assert len(task.slots) == len(set(path))
+    manager.cancel([task.task_id])
+    eventually(lambda: set(known(manager).values()) == {0}, "a lease is kept")
+
+
 def test_what_came_from_there_is_not_written_there_again(
     manager: KVManager, store: GatedStore
 ) -> None:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.planner import Plan, Planner, Reason
+from kvstrata.manager.puts import distinct
 from kvstrata.manager.residency import LowerTier, Residency, Slots, leading
 from kvstrata.manager.tasks import (
     FINAL,
@@ -111,6 +112,10 @@ class Gets:
         arrivals = self._extend(task, lookup, known)
         unknown = lookup.keys[len(known) :] if len(task.ids) == len(known) else lookup.keys[:0]
         searched = self._searched_tier(lookup.namespace) if len(unknown) else None
+        if searched is not None:  # what it has is leased, and no block twice
+            lookup = replace(lookup, keys=distinct(lookup.keys))
+            unknown = lookup.keys[len(known) :]
+            searched = searched if len(unknown) else None
         self._count_lookup(task, len(lookup.keys) - (len(unknown) if searched else 0))
         if not len(task.ids) and searched is None:
             return TaskStatus(0, TaskState.DONE), lambda: None
