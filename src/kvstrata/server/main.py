@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO, Final
 
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 # A busy control thread holds back the I/O threads for so long: see transfer/engine.py.
 _SWITCH_SECONDS: Final = 0.0002
+_LAST_SECONDS: Final = 1.0  # for threads that have been told to end
 _LOG_FORMAT: Final = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 
@@ -58,7 +60,7 @@ def run_server(
     with logging_on_a_thread() as log:
         _log.info("ready at %s", path)
         server.serve()
-    if log.is_stuck:
+    if log.is_stuck or _is_held():
         os._exit(0)
 
 
@@ -90,6 +92,22 @@ def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
     with logging_on_a_thread():
         server.serve()
     return 0
+
+
+def _is_held() -> bool:
+    """Whether threads of ours are left, in a call of a disk that does not answer.
+
+    Python then waits for them when it exits, for ever.
+    """
+    give_up = time.monotonic() + _LAST_SECONDS
+    ours = [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("kvstrata-") and not thread.daemon
+    ]
+    for thread in ours:
+        thread.join(max(0.0, give_up - time.monotonic()))
+    return any(thread.is_alive() for thread in ours)
 
 
 def _answer(ready_to: IO[bytes], ready: ChildReady) -> None:
