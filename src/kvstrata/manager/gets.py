@@ -223,8 +223,24 @@ class Gets:
 
         Those that are nowhere here are in the remote tier. Returns what must be read.
         """
+        self._cache.lease(ids)  # before slots are taken: none of them may be the victim
+        if self._cache.has(ids, HOST).all():  # mostly: nothing is to be read
+            sources = np.zeros(len(ids), np.uint8)
+            plan = self._planner.plan(sources, _TIERS, lookup.blocks_per_second)
+            arrivals: list[_Arrival] = []
+        else:
+            plan, arrivals = self._fetch(task, lookup, ids)
+        task.ids = np.concatenate([task.ids, ids[: plan.blocks]])
+        self._cache.touch(task.ids)
+        self._explain(task, lookup, len(ids), plan)
+        return arrivals
+
+    def _fetch(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> tuple[Plan, list[_Arrival]]:
+        """How many of the leased *ids* *task* takes, and what must be read for them.
+
+        The others are not leased any more.
+        """
         cache = self._cache
-        cache.lease(ids)  # before slots are taken: none of them may be the victim
         sources = self._sources(ids)
         usable = self._usable(sources)
         plan = self._planner.plan(sources[:usable], _TIERS, lookup.blocks_per_second)
@@ -246,10 +262,7 @@ class Gets:
         )
         for arrival in before | set(arrivals):
             arrival.tasks.add(task)
-        task.ids = np.concatenate([task.ids, taken])
-        cache.touch(task.ids)
-        self._explain(task, lookup, len(ids), plan)
-        return arrivals
+        return plan, arrivals
 
     def _sources(self, ids: BlockIds) -> NDArray[np.uint8]:
         """For each block 0 if it is in host memory or on the way there, else 1 + its tier's index."""

@@ -87,6 +87,7 @@ class Residency:
         )
         self._disk_capacity = disk_capacity_blocks
         self._writes_late = "evicted" in write.values()
+        self._writes_reused = "reused" in write.values()
         self._writes = {
             tier: _Writes(when, WriteQueue(self.index.capacity)) for tier, when in write.items()
         }
@@ -128,9 +129,10 @@ class Residency:
     def touch(self, ids: BlockIds) -> None:
         """These were found together, in prompt order."""
         self._host.touch(ids)
-        self._disk.touch(ids)
-        again = ids[self.has(ids, HOST) & ~self._used[ids]]
-        if len(again):
+        if self._disk_capacity:
+            self._disk.touch(ids)
+        if self._writes_reused:
+            again = ids[self.has(ids, HOST) & ~self._used[ids]]
             self._used[again] = True
             self._write(again, "reused")
 
