@@ -29,6 +29,12 @@ def pytest_configure() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
 
 
+@pytest.fixture(autouse=True)
+def _workers_that_are_gone_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: their slots need not be kept for a while."""
+    monkeypatch.setattr("kvstrata.manager.manager.WRITER_GRACE_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Llama in float32: start vLLM with ``dtype="float32"`` on it.

@@ -364,6 +364,22 @@ def test_slots_of_a_dead_engine_are_not_reused_while_its_worker_may_write(
     assert count(manager, "shed_blocks_total") == 1
 
 
+def test_slots_of_a_worker_whose_line_broke_are_reused_only_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstrata.manager.manager.WRITER_GRACE_SECONDS", 0.2)
+    manager = KVManager(config(3), block_bytes=BLOCK_BYTES)
+    engine, worker = manager.connect_engine("e", 1), manager.connect_worker("e", 0)
+    manager.put_match(ALICE, keys(1, 2, 3), owner=engine)
+    manager.disconnect(worker)
+    manager.disconnect(engine)
+    assert manager.put_match(BOB, keys(1)) == FAILED
+    manager.check()
+    eventually(lambda: manager.put_match(BOB, keys(1)).missing == [0], "the slots are kept")
+    manager.disconnect(0)
+    manager.close()
+
+
 def test_save_that_a_dead_engine_was_making_can_be_made_by_another(manager: KVManager) -> None:
     engine = manager.connect_engine("e", 1)
     manager.connect_worker("e", 0)

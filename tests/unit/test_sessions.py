@@ -1,5 +1,9 @@
 """Engines, their workers, and slots that somebody may still be writing to."""
 
+import time
+
+import pytest
+
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 
 
@@ -130,6 +134,41 @@ def test_earlier_connections_are_those_of_the_same_life() -> None:
     sessions.add_engine("e", 1)
     assert sessions.earlier("a") == [first, second]
     assert sessions.earlier("") == []
+
+
+def test_slots_of_a_worker_that_is_gone_are_kept_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection is gone, its thread may be in the middle of a copy."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    sessions = Sessions(grace_seconds=10)
+    engine, worker = sessions.add_engine("e", 1, "a"), sessions.add_worker("e", 0)
+    assert sessions.orphan(engine, {1: [10], 2: [20]}) == []
+    assert sessions.remove(engine) == []
+    now[0] += 60
+    assert sessions.expire() == []
+    assert sessions.remove(worker) == []
+    now[0] += 9
+    assert sessions.expire() == []
+    assert sessions.succeed("a", [2]) == [10]
+    now[0] += 1
+    assert sessions.expire() == [20]
+    assert sessions.orphaned_slots() == []
+
+
+def test_slots_are_kept_for_a_while_also_when_the_worker_went_before_its_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    sessions = Sessions(grace_seconds=10)
+    engine, worker = sessions.add_engine("e", 1), sessions.add_worker("e", 0)
+    assert sessions.remove(worker) == []
+    assert sessions.orphan(engine, {1: [10]}) == []
+    assert sessions.remove(engine) == []
+    now[0] += 10
+    assert sessions.expire() == [10]
 
 
 def test_description_names_engines_with_the_ranks_that_are_there() -> None:

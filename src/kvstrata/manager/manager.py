@@ -42,6 +42,7 @@ from kvstrata.transfer.engine import TransferLimits
 _log = logging.getLogger(__name__)
 
 _LEASE_SECONDS = 60.0  # plus the time to load: then a get loses its leases
+WRITER_GRACE_SECONDS = 10.0  # a worker without a connection writes to its slots no longer
 _KEPT_NAMESPACES = 256  # whose parts are shown; each reset of an engine names a new one
 
 OnPrefault = Callable[[int, int], None]
@@ -96,7 +97,7 @@ class KVManager:
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
         self._recorder = self._open_recorder(config)
         self._lower = self._open_lower(config)
-        self._sessions = Sessions()
+        self._sessions = Sessions(grace_seconds=WRITER_GRACE_SECONDS)
         self._puts = Puts(self._cache, self._desk)
         self._pins = Pins(self._cache, self._memory.slots + (disk.capacity_blocks if disk else 0))
         self._gets = Gets(
@@ -253,6 +254,7 @@ class KVManager:
         with self._lock:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
+            self._moves.expire()
             status = self._puts.match(namespace, asked, parent, owner, request)
             self._recorder.put(namespace, asked, parent)
         return status
@@ -443,6 +445,7 @@ class KVManager:
         self._gets.expire()
         with self._lock:
             self._pins.expire()
+            self._moves.expire()
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             lookup = replace(lookup, blocks_per_second=self._sessions.blocks_per_second(owner))

@@ -85,6 +85,12 @@ class Moves:
             slots[put.task_id] = self._puts.abandon(put, TaskState.CANCELLED)
         self._release(self._sessions.orphan(owner, slots) + self._sessions.remove(owner))
 
+    def expire(self) -> None:
+        """Take back the slots that workers without a connection cannot be writing to any more."""
+        slots = self._sessions.expire()
+        if slots:
+            self._release(slots)
+
     def _ended(self, task: GetTask | PutTask, state: TaskState, blocks: int) -> None:
         """The copies of *task* have ended, *blocks* of them as they should."""
         counts = state is not TaskState.CANCELLED

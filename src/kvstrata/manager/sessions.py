@@ -1,5 +1,6 @@
 """Who uses the cache: connections, and the engines that they belong to. Not thread-safe."""
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -31,6 +32,7 @@ class _Orphan:
     life: str
     slots: list[int]
     writers: set[int]
+    free_at: float | None = None  # monotonic seconds; None while a writer is connected
 
 
 @dataclass(slots=True)
@@ -42,8 +44,12 @@ class Sessions:
 
     A scheduler whose connection breaks while its workers stay comes back under the same *life*,
     and knows for which tasks of before they may still be writing.
+
+    A worker whose connection is gone may be in the middle of a copy. Slots that it writes to are
+    kept for *grace_seconds* more: longer than any piece of a copy takes.
     """
 
+    grace_seconds: float = 0.0
     _next_owner: int = LOCAL_OWNER + 1
     _engines: dict[int, _Engine] = field(default_factory=dict)
     _workers: dict[int, WorkerOf] = field(default_factory=dict)
@@ -102,8 +108,8 @@ class Sessions:
     def orphan(self, owner: int, slots: Mapping[int, list[int]]) -> list[int]:
         """*owner* is gone, with *slots* by task: those that nobody can be writing to.
 
-        The others are returned by ``remove`` once the last worker of the engine that may be
-        writing has gone, or before by ``succeed`` and ``ended``.
+        The others are returned by ``remove`` and ``expire`` once the last worker of the engine
+        that may be writing has gone, or before by ``succeed`` and ``ended``.
         """
         engine = self._engines.get(owner)
         writers = {
@@ -111,13 +117,13 @@ class Sessions:
             for worker, of in self._workers.items()
             if engine and of.session == engine.session
         }
-        if engine is None or not writers:
+        if engine is None:
             return [slot for of_task in slots.values() for slot in of_task]
         self._orphans += [
             _Orphan(task_id, engine.life, of_task, set(writers))
             for task_id, of_task in slots.items()
         ]
-        return []
+        return self.expire()
 
     def remove(self, owner: int) -> list[int]:
         """Forget a closed connection; the orphaned slots that are safe to use again."""
@@ -125,7 +131,15 @@ class Sessions:
         self._workers.pop(owner, None)
         for orphan in self._orphans:
             orphan.writers.discard(owner)
-        return self._free(lambda orphan: not orphan.writers)
+        return self.expire()
+
+    def expire(self) -> list[int]:
+        """Slots whose last writer has been gone for long enough."""
+        now = time.monotonic()
+        for orphan in self._orphans:
+            if not orphan.writers and orphan.free_at is None:
+                orphan.free_at = now + self.grace_seconds
+        return self._free(lambda orphan: orphan.free_at is not None and orphan.free_at <= now)
 
     def orphaned_slots(self) -> list[int]:
         return [slot for orphan in self._orphans for slot in orphan.slots]
