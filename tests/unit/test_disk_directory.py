@@ -138,7 +138,7 @@ class TestPath:
 class TestRoom:
     def test_more_than_the_file_system_has_free_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"its file system has \d+ free"):
-            make(tmp_path / "store", slots=2**29, max_blocks_per_file=2**29)
+            make(tmp_path / "store", slots=2**28, max_blocks_per_file=2**28)
         assert list(tmp_path.iterdir()) == []
 
     def test_what_our_own_files_occupy_counts_as_free(

@@ -46,7 +46,7 @@ from kvstrata.storage.superblock import (
 _TEMPORARIES: Final = (f"{SUPERBLOCK_NAME}.tmp", f"{JOURNAL_NAME}.tmp")
 _NOT_OURS_TO_MIND: Final = {LOCK_NAME, f"{SUPERBLOCK_NAME}.tmp", "lost+found"}
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-_MOST_SLOTS: Final = 2**29  # that the table in memory has numbers for
+_MOST_SLOTS: Final = 2**28  # half of what the tables in memory have numbers for
 _STRIPE_BYTES: Final = 4 << 20  # as much as one I/O thread of the server reads at once
 
 
