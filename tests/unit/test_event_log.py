@@ -141,13 +141,15 @@ def test_only_blocks_of_the_first_number_of_tokens_are_recorded(tmp_path: Path) 
 
 @pytest.mark.parametrize("said", ["", "0", "-4", "9" * 5000, "٣"])
 def test_a_namespace_that_does_not_say_its_tokens_is_not_recorded(
-    tmp_path: Path, said: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str
 ) -> None:
     manager = open_cache(8, tmp_path / "events")
     manager.register_namespace(ALICE, {"tokens_per_block": said})
     load(manager, ALICE, keys(1))
-    assert manager.stats().counters[UNLOGGED] == 1
+    load(manager, ALICE, keys(1))
+    assert manager.stats().counters[UNLOGGED] == 2
     manager.close()
+    assert caplog.text.count("Set tokens_per_block") == 1
 
 
 def test_without_namespaces_the_configuration_says_the_tokens(tmp_path: Path) -> None:

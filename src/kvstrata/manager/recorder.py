@@ -39,6 +39,7 @@ class Recorder:
         self._block_bytes = block_bytes
         self._default_tokens = config.tokens_per_block or 0
         self._tokens = 0  # in a block of the log, once it has begun
+        self._has_warned = False
         self._log = None
         if config.event_log is not None:
             self._log = EventLog(config.event_log, config.event_log_bytes, self._lost)
@@ -77,6 +78,15 @@ class Recorder:
             self._log.begin(LogHeader(LOG_VERSION, tokens, self._block_bytes))
         if tokens and tokens == self._tokens:
             return True
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "event log: requests of namespace %s are left out: a block of it has %s tokens, one "
+                "of the log %s. Set tokens_per_block where the engine has not told it",
+                namespace.hex(),
+                tokens or "unknown",
+                self._tokens or "unknown",
+            )
         self._lost(1)
         return False
 
