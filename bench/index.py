@@ -27,6 +27,7 @@ from kvstrata.index.places import DISK, HOST, WRITING
 from kvstrata.index.policies import LRU, S3FIFO, CostAware, EvictionPolicy, PrefillCost
 from kvstrata.index.pool import SlotPool
 from kvstrata.index.tree import PrefixIndex
+from kvstrata.manager.residency import evicted_at_least
 
 PROMPT_TOKENS: Final = 131_072
 TOKENS_PER_BLOCK: Final = (16, 32, 64, 256)
@@ -125,7 +126,8 @@ class KVStrata:
         """Slots, at the cost of other blocks when they are all taken."""
         missing = count - self.pool.free
         if missing > 0:
-            victims = self.policy.victims(missing, self._may_leave)
+            wanted = max(missing, evicted_at_least(self.pool.capacity))
+            victims = self.policy.victims(wanted, self._may_leave)
             self.pool.release(self.index.host_slot.take(victims))
             self.index.clear_where(victims, HOST)
             self.policy.remove(victims)

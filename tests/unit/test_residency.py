@@ -538,3 +538,16 @@ def test_check_finds_a_slot_in_two_blocks(bench: Bench) -> None:
     with pytest.raises(InvariantViolated, match="two blocks"):
         bench.cache.check([])
     bench.index.host_slot[b] = 1
+
+
+def test_a_large_tier_that_is_full_lets_several_blocks_go_at_once() -> None:
+    slots = 3 << 12
+    bench = Bench(slots, 0)
+    blocks = bench.index.insert(ALICE, as_key_array([key(n) for n in range(slots)]), ABSENT)
+    bench.cache.reserve(blocks, bench.cache.take_slots(ALICE, slots), WRITING)
+    bench.cache.fill(blocks, WRITING)
+    used = [bench.cache.host_used]
+    for _ in range(4):
+        assert len(bench.cache.take_slots(BOB, 1)) == 1
+        used.append(bench.cache.host_used)
+    assert used == [slots, slots - 2, slots - 1, slots, slots - 2]

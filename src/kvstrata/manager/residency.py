@@ -57,6 +57,15 @@ class _Writes:
     stopped: bool = False
 
 
+def evicted_at_least(slots: int) -> int:
+    """How many blocks leave a full tier of *slots* when at least one has to.
+
+    At most one in 4096, and 256: looking for one victim costs nearly as much as for hundreds, and
+    the next allocations find free slots.
+    """
+    return max(1, min(256, slots >> 12))
+
+
 class Residency:
     """The index with the slots of the host tier and the room of the disk tier kept in step."""
 
@@ -171,7 +180,7 @@ class Residency:
         if short:
             if count > self._slots.capacity:
                 short = min(short, max(1, self._slots.capacity // _OVERSIZE_SHARE))
-            self._evict_from_host(short)
+            self._evict_from_host(max(short, evicted_at_least(self._slots.capacity)))
             slots = np.concatenate([slots, self._slots.take(short)])
         self._memory.disown(slots)
         return slots
