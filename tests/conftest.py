@@ -1,6 +1,7 @@
 """Shared by all tests: a clean environment, Hypothesis profiles, a tiny model."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ def pytest_configure() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
 
 
-@pytest.fixture(autouse=True)
-def _workers_that_are_gone_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _workers_that_are_gone_write_nothing() -> Iterator[None]:
     """In this process: their slots need not be kept for a while."""
-    monkeypatch.setattr("kvstrata.manager.manager.WRITER_GRACE_SECONDS", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstrata.manager.manager.WRITER_GRACE_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="session")

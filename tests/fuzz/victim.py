@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
+from unittest.mock import patch
 
 from tests.caches import BLOCK_BYTES, config
 from tests.fuzz.script import SESSION
@@ -70,7 +71,8 @@ class Victim:
         self._log = logging.getLogger("kvstrata")
         self._log.addHandler(self._bugs)
         self._log.propagate = False
-        self._server = Server(config(8), folder / "s", block_bytes=BLOCK_BYTES)
+        with patch("kvstrata.manager.manager.WRITER_GRACE_SECONDS", 0.0):
+            self._server = Server(config(8), folder / "s", block_bytes=BLOCK_BYTES)
         self._board = self._server._switchboard
         self._count = 0
         self._attach_worker()
