@@ -975,8 +975,14 @@ def test_line_that_breaks_while_workers_copy_costs_no_slot(
 
     monkeypatch.setattr(copier, "copy_to_host", held)
     engine.add("a", prompt(1, 60), 2)
-    while not entered.is_set():
+
+    def all_are_being_saved() -> bool:
         engine.step()
+        puts = [*bench.manager._puts.tasks.values()]
+        running = [put for put in puts if put.state is TaskState.RUNNING]
+        return entered.is_set() and sum(len(put.slots) for put in running) == 7
+
+    eventually(all_are_being_saved, "no copies begin")
     link, sessions = engine.half._link, bench.manager._sessions
     for number in (2, 3):
         assert link._client is not None
