@@ -71,7 +71,7 @@ def test_a_key_that_differs_in_one_bit_is_not_found() -> None:
     assert (table.find(SPACE, flipped) == ABSENT).all()
 
 
-@pytest.mark.parametrize("broken_at", [0, 1, 2, 63, 64, 65, 700, 4999])
+@pytest.mark.parametrize("broken_at", [0, 1, 2, 700, 1023, 1024, 1025, 4999])
 def test_the_longest_prefix_ends_where_a_key_is_absent(broken_at: int) -> None:
     table = KeyTable(20_000)
     keys = random_keys(5000)
@@ -81,11 +81,11 @@ def test_the_longest_prefix_ends_where_a_key_is_absent(broken_at: int) -> None:
     assert table.longest_prefix(SPACE, keys).tolist() == ids[:broken_at].tolist()
 
 
-@pytest.mark.parametrize("run", [1, 3, 64, 65, 600, 2000])
+@pytest.mark.parametrize("run", [1, 3, 75, 600, 1125, 3000, 9000])
 def test_prefixes_whose_ids_come_in_runs(run: int) -> None:
     table = KeyTable(20_000)
     keys = random_keys(9000)
-    order = np.arange(9000).reshape(-1, run) if 9000 % run == 0 else np.arange(9000)[:, None]
+    order = np.arange(9000).reshape(-1, run)
     shuffled = np.random.default_rng(0).permutation(order).ravel()
     ids = np.empty(9000, np.int32)
     ids[shuffled] = table.add(SPACE, keys[shuffled])

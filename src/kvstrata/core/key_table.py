@@ -26,7 +26,9 @@ _MAX_CAPACITY: Final = 1 << 29  # ids and links are 32 bits wide
 _PIECE: Final = 1 << 16  # ids looked at in one step of an iteration
 _LONG_RUN: Final = 1024  # ids that go on by one; after a shorter run every key is looked up
 _PROBE: Final = 256  # keys looked up first then, in case that the rest is absent
-_RUN_PIECE: Final = 64  # keys compared with such a run at first, and its powers
+_RUN_PIECE: Final = 1024  # keys compared with such a run at first
+_RUN_GROWTH: Final = 8  # so many times more each time after that
+_WORD: Final = (1 << 64) - 1
 _ROW: Final = np.dtype("V32")
 
 _Links = NDArray[np.int64]  # indices into ``KeyTable._links``
@@ -114,9 +116,17 @@ class KeyTable:
         number = self.namespace_number(namespace)
         if number == ABSENT:
             return np.empty(0, np.int32)
-        pieces = [np.empty(0, np.int32)]
-        start, probe = 0, 1
+        pieces: list[BlockIds] = []
+        start, probe = 0, 0
         while start < len(keys):
+            if not probe:
+                ids = self._run(number, keys[start:])
+                pieces.append(ids)
+                start += len(ids)
+                if not len(ids):
+                    break
+                probe = 0 if len(ids) > _LONG_RUN else _PROBE
+                continue
             words = self._masked(number, keys[start : start + probe])
             ids = self._look_up(words, self._first_links(words))
             found = leading(ids != ABSENT)
@@ -124,14 +134,8 @@ class KeyTable:
             start += found
             if found < len(ids):
                 break
-            if probe == 1:
-                run = self._run_after(int(ids[-1]), number, keys[start:])
-                pieces.append(run)
-                start += len(run)
-                probe = 1 if len(run) >= _LONG_RUN else _PROBE
-            else:
-                probe = len(keys)
-        return np.concatenate(pieces)
+            probe = len(keys)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.int32)])
 
     def add(self, namespace: NamespaceId, keys: KeyArray) -> BlockIds:
         """Take in *keys*, none of them in the table, all different; their ids.
@@ -310,13 +314,24 @@ class KeyTable:
             pending = pending[wrong]
         return ids
 
+    def _find_one(self, words: Words) -> int:
+        """``_look_up`` of a single row: an array of one would take ten times as long."""
+        wanted = words.tobytes()
+        mixed = (words.item(0) ^ words.item(3)) * int(self._factor) & _WORD
+        block = self._links.item(self.capacity + (mixed >> int(self._shift)))
+        while block != ABSENT and self._words[block].tobytes() != wanted:
+            block = self._links.item(block)
+        return block
+
     def _holds(self, ids: BlockIds, words: Words) -> NDArray[np.bool_]:
         """Whether each id's row has these words; without meaning where an id is ``ABSENT``."""
         return rows_equal(self._words_of(ids), words)
 
-    def _run_after(self, last: int, number: int, keys: KeyArray) -> BlockIds:
-        """The ids that follow *last* by one each for as long as they are those of *keys*."""
-        start, done, piece = last + 1, 0, _RUN_PIECE
+    def _run(self, number: int, keys: KeyArray) -> BlockIds:
+        """The id of the first of *keys*, and those that follow by one each, as far as they go."""
+        start, done, piece = self._find_one(self._masked(number, keys[:1])), 0, _RUN_PIECE
+        if start == ABSENT:
+            return np.empty(0, np.int32)
         end = min(len(keys), self.capacity - start)
         while done < end:
             some = slice(start + done, start + min(end, done + piece))
@@ -328,7 +343,7 @@ class KeyTable:
             done += found
             if found < len(equal):
                 break
-            piece *= _RUN_PIECE
+            piece *= _RUN_GROWTH
         return np.arange(start, start + done, dtype=np.int32)
 
     def _insert(self, words: Words, links: _Links, number: int) -> BlockIds:

@@ -173,6 +173,8 @@ class Gets:
 
     def ready(self, task: GetTask) -> BlockIds:
         """The leading blocks of *task* that are in host memory. Needs the lock."""
+        if task.state is TaskState.READY:
+            return task.ids
         return task.ids[: leading(self._cache.has(task.ids, HOST))]
 
     def status(self, task: GetTask) -> TaskStatus:
@@ -197,8 +199,8 @@ class Gets:
             for task in settling.tasks:
                 if task.state is not TaskState.PROMOTING or self._is_waiting(task):
                     continue
-                task.state = step(task.state, TaskEvent.PROMOTE)
                 ready = self.ready(task)
+                task.state = step(task.state, TaskEvent.PROMOTE)
                 self._cache.unlease(task.ids[len(ready) :])
                 task.ids = ready
                 settled = self._settled.pop(task.task_id, None)

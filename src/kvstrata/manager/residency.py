@@ -150,6 +150,8 @@ class Residency:
 
     def unlease(self, ids: BlockIds) -> None:
         """Return leases; what a reset has taken from the index frees its slot with the last."""
+        self._host.catch_up()
+        self._disk.catch_up()
         self.index.unlease(ids)
         forgotten = self.index.is_retired(ids)
         if forgotten.any():
@@ -158,7 +160,7 @@ class Residency:
 
     def has(self, ids: BlockIds, bits: int) -> Bools:
         """Which of *ids* have one of *bits* of ``PrefixIndex.where``."""
-        found: Bools = (self.index.where[ids] & bits) != 0
+        found: Bools = (self.index.where.take(ids) & np.uint8(bits)) != 0
         return found
 
     # -- host memory ---------------------------------------------------------------------------

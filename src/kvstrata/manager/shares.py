@@ -25,6 +25,7 @@ class Shares:
         self._common = make()
         self._own: dict[NamespaceId, EvictionPolicy] = {}
         self._quotas: dict[NamespaceId, int] = {}
+        self._touched: list[BlockIds] = []  # what policies have not been told yet
 
     def __len__(self) -> int:
         return sum(map(len, self._policies()))
@@ -34,6 +35,7 @@ class Shares:
         self._quotas[namespace] = blocks
         if namespace in self._own:
             return
+        self.catch_up()
         policy = self._own[namespace] = self._make()
         for ids in self._index.ids(namespace):
             here = ids[(self._index.where[ids] & self._bit) != 0]
@@ -47,6 +49,7 @@ class Shares:
 
     def unlimit(self, namespace: NamespaceId) -> None:
         """*namespace* ends; what is left of it leaves with the others'."""
+        self.catch_up()
         policy = self._own.pop(namespace, None)
         self._quotas.pop(namespace, None)
         if policy is not None:
@@ -58,6 +61,7 @@ class Shares:
         return 0 if quota is None else max(0, len(self._own[namespace]) + blocks - quota)
 
     def admit(self, ids: BlockIds) -> None:
+        self.catch_up()
         for namespace, policy in self._own.items():
             theirs = self._index.are_of(ids, namespace)
             policy.admit(ids[theirs])
@@ -65,14 +69,22 @@ class Shares:
         self._common.admit(ids)
 
     def touch(self, ids: BlockIds) -> None:
-        for policy in self._policies():
-            policy.touch(ids)
+        """Is put off: a lookup need not wait for it. It counts in all that is asked later."""
+        self._touched.append(ids)
+
+    def catch_up(self) -> None:
+        """Do what was put off."""
+        touched, self._touched = self._touched, []
+        for ids in touched:
+            for policy in (self._common, *self._own.values()):
+                policy.touch(ids)
 
     def remove(self, ids: BlockIds) -> None:
         for policy in self._policies():
             policy.remove(ids)
 
     def victims(self, count: int, may_leave: MayLeave) -> BlockIds:
+        self.catch_up()
         found = self._common.victims(count, may_leave)
         for policy in self._own.values():
             if len(found) < count:
@@ -82,6 +94,7 @@ class Shares:
 
     def victims_of(self, namespace: NamespaceId, count: int, may_leave: MayLeave) -> BlockIds:
         """``victims`` among the blocks of *namespace*, which has a quota."""
+        self.catch_up()
         return self._own[namespace].victims(count, may_leave)
 
     def check(self) -> None:
@@ -89,4 +102,6 @@ class Shares:
             policy.check()
 
     def _policies(self) -> list[EvictionPolicy]:
+        """Return all, up to date."""
+        self.catch_up()
         return [self._common, *self._own.values()]

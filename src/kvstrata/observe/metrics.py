@@ -96,14 +96,17 @@ class Counters:
             metric: Counter(metric.name, metric.help, metric.labels, registry=self._registry)
             for metric in CATALOGUE
         }
-        for metric in CATALOGUE:
-            for value in metric.values:
-                self._counters[metric].labels(value)  # a counter that has not counted reads 0
+        # By metric and label; one that has not counted reads 0.
+        self._labelled = {
+            (metric, value): self._counters[metric].labels(value)
+            for metric in CATALOGUE
+            for value in metric.values
+        }
 
     def add(self, metric: Metric, amount: int, value: str | None = None) -> None:
         if amount:
-            counter = self._counters[metric]
-            (counter.labels(value) if value is not None else counter).inc(amount)
+            counter = self._counters[metric] if value is None else self._labelled[metric, value]
+            counter.inc(amount)
 
     def snapshot(self) -> dict[str, int]:
         """Every value by name, a labelled one as ``name{label=value}``."""
