@@ -27,8 +27,9 @@ help: ## List the targets
 demo: .venv ## See the cache work, in a few minutes
 	$(BIN)/kvstrata demo
 
-test: lint ## Every check: lint, then the whole test suite
-	$(BIN)/pytest
+PROCESSES ?= 2
+test: lint ## Every check: lint, then the whole test suite, in PROCESSES (2) at a time
+	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile
 
 lint: .venv ## Static checks
 	$(BIN)/ruff check
