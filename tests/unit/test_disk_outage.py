@@ -19,6 +19,7 @@ from tests.caches import (
     load,
     reads_running,
     save,
+    write,
 )
 
 from kvstrata.core.types import BlockKey
@@ -167,3 +168,54 @@ def test_disk_that_reads_nothing_forgets_nothing_and_is_not_asked_for_each_block
     files.dead, files.bad = False, range(0)
     assert load(manager, ALICE, asked) == contents(ALICE, asked)
     assert manager.counters.snapshot()["kvstrata_corrupt_blocks_total"] == 0
+
+
+def switch_off(manager: KVManager) -> BadSectors:
+    """The disk fails until it is switched off, for good."""
+    manager._lower["disk"]._store._retry_seconds = 1e9
+    files = with_bad_sector(manager, keys(0)[0])
+    files.dead = True
+    eventually(
+        lambda: not load(manager, ALICE, keys(*[0] * 4)) and manager._lower["disk"].is_off(),
+        "the disk is not switched off",
+    )
+    return files
+
+
+def repair(manager: KVManager, files: BadSectors) -> None:
+    files.dead, files.bad = False, range(0)
+    manager._lower["disk"]._store._next_probe = 0.0
+
+
+def test_what_is_only_on_a_dead_disk_is_saved_again(manager: KVManager) -> None:
+    """Else the prompts that are on it could not be cached for as long as it is dead."""
+    asked = keys(0, 0, 0, 0)
+    switch_off(manager)
+    assert len(save(manager, ALICE, asked).slots) == 4
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)
+    assert save(manager, ALICE, asked).state is TaskState.DONE, "it is saved twice"
+
+
+def test_save_of_what_is_on_a_dead_disk_can_be_given_up(manager: KVManager) -> None:
+    asked = keys(0, 0, 0, 0)
+    files = switch_off(manager)
+    manager.cancel([manager.put_match(ALICE, asked).task_id])
+    manager.check()
+    repair(manager, files)
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)
+
+
+def test_block_that_is_being_saved_is_not_read_from_a_disk_that_is_back(
+    manager: KVManager,
+) -> None:
+    """It would be read into another slot than the one that is being written."""
+    asked = keys(0, 0, 0, 0)
+    files = switch_off(manager)
+    saving = manager.put_match(ALICE, asked)
+    manager.launch([saving.task_id])
+    repair(manager, files)
+    assert load(manager, ALICE, asked) == []
+    manager.check()
+    write(manager, saving, ALICE, asked)
+    manager.complete([saving.task_id])
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)

@@ -36,7 +36,9 @@ _log = logging.getLogger(__name__)
 Settled = Callable[[TaskStatus], None]
 
 _TIERS: Final[tuple[LowerTier, ...]] = ("disk", "remote")
-_FINDABLE: Final = HOST | DISK | ARRIVING
+_PLACES: Final = np.arange(256)  # every value of ``PrefixIndex.where``
+# A block that is being saved again has a host slot, which nothing else may be read into.
+_IS_FINDABLE: Final = ((_PLACES & (HOST | DISK | ARRIVING)) != 0) & ((_PLACES & WRITING) == 0)
 _EXPIRY_SECONDS: Final = 1.0  # between two looks for leases that nobody returned
 
 
@@ -218,7 +220,7 @@ class Gets:
         if not (ids[1:] > ids[:-1]).all():  # else no key comes twice
             _, first = np.unique(ids, return_index=True)
             ids = ids[: leading(np.isin(np.arange(len(ids)), first))]
-        return ids[: leading(self._cache.has(ids, _FINDABLE))]
+        return ids[: leading(_IS_FINDABLE.take(self._cache.index.where.take(ids)))]
 
     def _extend(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> list[_Arrival]:
         """Lease *ids*, which follow the blocks of *task*, as far as that pays and there is room.

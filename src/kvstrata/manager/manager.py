@@ -98,7 +98,7 @@ class KVManager:
         self._recorder = self._open_recorder(config)
         self._lower = self._open_lower(config)
         self._sessions = Sessions(grace_seconds=WRITER_GRACE_SECONDS)
-        self._puts = Puts(self._cache, self._desk)
+        self._puts = Puts(self._cache, self._lower, self._desk)
         self._pins = Pins(self._cache, self._memory.slots + (disk.capacity_blocks if disk else 0))
         self._gets = Gets(
             self._cache,

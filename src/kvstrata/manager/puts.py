@@ -1,6 +1,8 @@
 """Put tasks: slots for blocks that are nowhere yet, until their bytes are in them."""
 
 import time
+from collections.abc import Mapping
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -9,20 +11,26 @@ from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
 from kvstrata.index.places import ARRIVING, DISK, HOST, WRITING
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
-from kvstrata.manager.residency import Residency
+from kvstrata.manager.residency import LowerTier, Residency
 from kvstrata.manager.tasks import PutTask, TaskState, TaskStatus
 from kvstrata.observe import metrics
 
-_KNOWN = HOST | DISK | ARRIVING | WRITING
-_SAVED = HOST | DISK | ARRIVING
+_HERE: Final = HOST | ARRIVING
+
+
+class Lower(Protocol):
+    """A tier below host memory, as saves see it: a ``Cascade``."""
+
+    def is_off(self) -> bool: ...
 
 
 class Puts:
     """The put tasks of one manager. Needs its lock."""
 
-    def __init__(self, cache: Residency, desk: Desk) -> None:
+    def __init__(self, cache: Residency, lower: Mapping[LowerTier, Lower], desk: Desk) -> None:
         self.tasks: dict[int, PutTask] = {}
         self._cache = cache
+        self._lower = lower
         self._desk = desk
 
     def match(
@@ -36,9 +44,10 @@ class Puts:
         """``KVManager.put_match``."""
         index, cache = self._cache.index, self._cache
         found = index.find(namespace, keys)
-        is_known = (found != ABSENT) & cache.has(found, _KNOWN)
+        saved_in = self._saved_in()
+        is_known = (found != ABSENT) & cache.has(found, saved_in | WRITING)
         known = found[is_known]
-        saved = int(np.count_nonzero(cache.has(known, _SAVED)))
+        saved = int(np.count_nonzero(cache.has(known, saved_in)))
         missing = np.flatnonzero(~is_known)
         above = self._parent(namespace, parent)
         held = known
@@ -88,6 +97,11 @@ class Puts:
         """What a client sees of *task*."""
         generations = self._desk.memory.generations(task.slots).tolist()
         return TaskStatus(task.task_id, task.state, task.slots.tolist(), generations, task.missing)
+
+    def _saved_in(self) -> int:
+        """Places where a block need not be saved again: not on a disk that is switched off."""
+        disk = self._lower.get("disk")
+        return _HERE if disk is None or disk.is_off() else _HERE | DISK
 
     def _parent(self, namespace: NamespaceId, parent: BlockKey | None) -> int:
         """The block that a prompt goes on from; ``ABSENT`` if it is not known here."""

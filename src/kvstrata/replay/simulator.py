@@ -149,14 +149,15 @@ class SimulatedCache:
             load_timeout_seconds=Config().load_timeout_seconds,
             clock=lambda: self._now,
         )
+        lower: dict[LowerTier, _InstantDisk] = {"disk": _InstantDisk()}
         self._gets = Gets(
             self.cache,
-            {"disk": _InstantDisk()},
+            lower,
             desk,
             planner=planner,
             lease_seconds=_NEVER_SECONDS,
         )
-        self._puts = Puts(self.cache, desk)
+        self._puts = Puts(self.cache, lower, desk)
         self._hits = {"host": 0, "disk": 0}
         self._prefill_seconds = self._load_seconds = 0.0
         self._computed_blocks, self._computed_seconds = 0, 0.0
