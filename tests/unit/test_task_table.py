@@ -244,9 +244,9 @@ def test_cancelled_prefetch_begins_no_read(manager: KVManager, store: GatedStore
     eventually(lambda: reads_running(manager) == 8, "its blocks are never asked for")
     manager.cancel([task])
     store.reads.set()
-    eventually(lambda: not reads_running(manager), "the reads do not end")
+    eventually(lambda: [state_of(manager, b) for b in busy] == ["done"] * 4, "the reads do not end")
+    assert not reads_running(manager)
     assert not {ALICE + block for block in PROMPT} & set(store.read_keys)
-    assert [state_of(manager, b) for b in busy] == ["done"] * 4
     assert manager.stats().tiers[0].used_blocks == 4
 
 

@@ -16,7 +16,7 @@ from kvstrata.core.types import NamespaceId, Read, StoreKey
 from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
-from kvstrata.manager.planner import Plan, Planner, Reason
+from kvstrata.manager.planner import Plan, Planner, Reason, all_of
 from kvstrata.manager.puts import distinct
 from kvstrata.manager.residency import LowerTier, Residency, Slots, leading
 from kvstrata.manager.tasks import (
@@ -229,12 +229,12 @@ class Gets:
         """
         self._cache.lease(ids)  # before slots are taken: none of them may be the victim
         if self._cache.has(ids, HOST).all():  # mostly: nothing is to be read
-            sources = np.zeros(len(ids), np.uint8)
-            plan = self._planner.plan(sources, _TIERS, lookup.blocks_per_second)
+            plan = all_of(len(ids), lookup.blocks_per_second)
             arrivals: list[_Arrival] = []
         else:
             plan, arrivals = self._fetch(task, lookup, ids)
-        task.ids = np.concatenate([task.ids, ids[: plan.blocks]])
+        taken = ids[: plan.blocks]
+        task.ids = np.concatenate([task.ids, taken]) if len(task.ids) else taken
         self._cache.touch(task.ids)
         self._explain(task, lookup, len(ids), plan)
         return arrivals

@@ -34,6 +34,11 @@ class Plan(NamedTuple):
     recompute_seconds: float | None  # for the engine to compute them; None: not measured yet
 
 
+def all_of(blocks: int, rate: float | None) -> Plan:
+    """The plan for found blocks that need not be read; *rate* as of ``Planner.plan``."""
+    return Plan(blocks, Reason.ALL, 0.0, blocks / rate if rate else None)
+
+
 class Planner:
     """Chooses the end of a load. Needs the manager's lock.
 
@@ -69,8 +74,7 @@ class Planner:
         *rate* is the engine's blocks a second.
         """
         if self._take_all or not sources.any():
-            recompute = len(sources) / rate if rate else None
-            return Plan(len(sources), Reason.ALL, 0.0, recompute)
+            return all_of(len(sources), rate)
         read = np.zeros(len(sources) + 1)
         for number, tier in enumerate(tiers, 1):
             here = sources == number

@@ -54,10 +54,12 @@ class Sessions:
     _engines: dict[int, _Engine] = field(default_factory=dict)
     _workers: dict[int, WorkerOf] = field(default_factory=dict)
     _orphans: list[_Orphan] = field(default_factory=list)
+    _attached: set[int] = field(default_factory=set)  # engines all of whose workers are connected
 
     def add_engine(self, session: str, world_size: int, life: str = "") -> int:
         owner = self._new_owner()
         self._engines[owner] = _Engine(session, world_size, life)
+        self._count_workers()
         return owner
 
     def earlier(self, life: str) -> list[int]:
@@ -80,6 +82,7 @@ class Sessions:
     def add_worker(self, session: str, rank: int) -> int:
         owner = self._new_owner()
         self._workers[owner] = WorkerOf(session, rank)
+        self._count_workers()
         return owner
 
     def add_observer(self) -> int:
@@ -87,10 +90,7 @@ class Sessions:
 
     def can_transfer(self, owner: int) -> bool:
         """Whether all workers that would copy for *owner* have mapped the host tier."""
-        engine = self._engines.get(owner)
-        if engine is None:
-            return owner == LOCAL_OWNER
-        return self.workers(owner) >= engine.world_size
+        return owner == LOCAL_OWNER or owner in self._attached
 
     def workers(self, owner: int) -> int:
         """Workers of the engine *owner*, each rank once."""
@@ -129,12 +129,15 @@ class Sessions:
         """Forget a closed connection; the orphaned slots that are safe to use again."""
         self._engines.pop(owner, None)
         self._workers.pop(owner, None)
+        self._count_workers()
         for orphan in self._orphans:
             orphan.writers.discard(owner)
         return self.expire()
 
     def expire(self) -> list[int]:
         """Slots whose last writer has been gone for long enough."""
+        if not self._orphans:
+            return []
         now = time.monotonic()
         for orphan in self._orphans:
             if not orphan.writers and orphan.free_at is None:
@@ -157,6 +160,13 @@ class Sessions:
             }
             for engine in self._engines.values()
         ]
+
+    def _count_workers(self) -> None:
+        self._attached = {
+            owner
+            for owner, engine in self._engines.items()
+            if self.workers(owner) >= engine.world_size
+        }
 
     def _free(self, is_free: Callable[[_Orphan], bool]) -> list[int]:
         freed = [slot for orphan in self._orphans if is_free(orphan) for slot in orphan.slots]
