@@ -1,6 +1,7 @@
 """A map from keys to small numbers in a few arrays: no object per key, batches in one call."""
 
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -28,7 +29,8 @@ _LONG_RUN: Final = 1024  # ids that go on by one; after a shorter run every key 
 _PROBE: Final = 256  # keys looked up first then, in case that the rest is absent
 _RUN_PIECE: Final = 1024  # keys compared with such a run at first
 _RUN_GROWTH: Final = 8  # so many times more each time after that
-_WORD: Final = (1 << 64) - 1
+_WORDS: Final = struct.Struct("=4Q")
+_MOST: Final = (1 << 64) - 1
 _ROW: Final = np.dtype("V32")
 
 _Links = NDArray[np.int64]  # indices into ``KeyTable._links``
@@ -314,11 +316,13 @@ class KeyTable:
             pending = pending[wrong]
         return ids
 
-    def _find_one(self, words: Words) -> int:
-        """``_look_up`` of a single row: an array of one would take ten times as long."""
-        wanted = words.tobytes()
-        mixed = (words.item(0) ^ words.item(3)) * int(self._factor) & _WORD
-        block = self._links.item(self.capacity + (mixed >> int(self._shift)))
+    def _find_one(self, number: int, key: NDArray[np.uint8]) -> int:
+        """``find`` of a single key: an array of one would take ten times as long."""
+        words = _WORDS.unpack(key.tobytes())
+        first, last = words[0] ^ int(self._spaces.masks[number]), words[3]
+        wanted = _WORDS.pack(first, *words[1:])
+        bucket = ((first ^ last) * int(self._factor) & _MOST) >> int(self._shift)
+        block = self._links.item(self.capacity + bucket)
         while block != ABSENT and self._words[block].tobytes() != wanted:
             block = self._links.item(block)
         return block
@@ -329,20 +333,21 @@ class KeyTable:
 
     def _run(self, number: int, keys: KeyArray) -> BlockIds:
         """The id of the first of *keys*, and those that follow by one each, as far as they go."""
-        start, done, piece = self._find_one(self._masked(number, keys[:1])), 0, _RUN_PIECE
+        start, done, piece = self._find_one(number, keys[0]), 0, _RUN_PIECE
         if start == ABSENT:
             return np.empty(0, np.int32)
         end = min(len(keys), self.capacity - start)
         while done < end:
-            some = slice(start + done, start + min(end, done + piece))
-            equal = rows_equal(
-                self._words[some], self._masked(number, keys[done : min(end, done + piece)])
-            )
-            equal &= self._numbers[some] == number
-            found = leading(equal)
-            done += found
-            if found < len(equal):
+            count = min(end - done, piece)
+            some = slice(start + done, start + done + count)
+            words = self._masked(number, keys[done : done + count])
+            same = self._numbers[some].tobytes() == np.int32(number).tobytes() * count
+            if not same or self._words[some].tobytes() != words.tobytes():
+                equal = rows_equal(self._words[some], words)
+                equal &= self._numbers[some] == number
+                done += leading(equal)
                 break
+            done += count
             piece *= _RUN_GROWTH
         return np.arange(start, start + done, dtype=np.int32)
 

@@ -45,11 +45,12 @@ def as_index(ids: BlockIds) -> Index:
     """
     if not len(ids):
         return ids.astype(np.intp)
-    first, last = int(ids[0]), int(ids[-1])
-    if last - first == len(ids) - 1 and (ids[1:] > ids[:-1]).all():
-        return slice(first, last + 1)
-    if first - last == len(ids) - 1 and (ids[1:] < ids[:-1]).all():
-        return slice(first, last - 1 if last else None, -1)
+    first, last = ids.item(0), ids.item(-1)
+    step = 1 if last >= first else -1
+    if abs(last - first) == len(ids) - 1:
+        run = np.arange(first, last + step, step, dtype=np.int32)
+        if ids.tobytes() == run.tobytes():  # memcmp: a third of the time of an elementwise ==
+            return slice(first, last + step if last + step >= 0 else None, step)
     return ids.astype(np.intp)
 
 

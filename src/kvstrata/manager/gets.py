@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata.core.keys import ABSENT, BlockIds
+from kvstrata.core.keys import ABSENT, BlockIds, as_index
 from kvstrata.core.types import NamespaceId, Read, StoreKey
 from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
 from kvstrata.manager.decisions import Decision
@@ -36,9 +36,10 @@ _log = logging.getLogger(__name__)
 Settled = Callable[[TaskStatus], None]
 
 _TIERS: Final[tuple[LowerTier, ...]] = ("disk", "remote")
+_FINDABLE: Final = HOST | DISK | ARRIVING
 _PLACES: Final = np.arange(256)  # every value of ``PrefixIndex.where``
 # A block that is being saved again has a host slot, which nothing else may be read into.
-_IS_FINDABLE: Final = ((_PLACES & (HOST | DISK | ARRIVING)) != 0) & ((_PLACES & WRITING) == 0)
+_IS_FINDABLE: Final = ((_PLACES & _FINDABLE) != 0) & ((_PLACES & WRITING) == 0)
 _EXPIRY_SECONDS: Final = 1.0  # between two looks for leases that nobody returned
 
 
@@ -181,7 +182,7 @@ class Gets:
 
     def status(self, task: GetTask) -> TaskStatus:
         """What a client sees of *task*. Needs the lock."""
-        slots = self._cache.index.host_slot[self.ready(task)]
+        slots = self._cache.index.host_slot[as_index(self.ready(task))]
         return TaskStatus(
             task.task_id,
             task.state,
@@ -217,7 +218,11 @@ class Gets:
     def _known_prefix(self, lookup: Lookup) -> BlockIds:
         """The leading blocks that are in host memory, on disk or on their way up."""
         ids = self._cache.index.longest_prefix(lookup.namespace, lookup.keys)
-        if not (ids[1:] > ids[:-1]).all():  # else no key comes twice
+        if isinstance(as_index(ids), slice):  # no key comes twice
+            everywhere, somewhere = self._cache.places(ids)
+            if everywhere & _FINDABLE and not somewhere & WRITING:
+                return ids
+        elif not (ids[1:] > ids[:-1]).all():
             _, first = np.unique(ids, return_index=True)
             ids = ids[: leading(np.isin(np.arange(len(ids)), first))]
         return ids[: leading(_IS_FINDABLE.take(self._cache.index.where.take(ids)))]
@@ -228,7 +233,8 @@ class Gets:
         Those that are nowhere here are in the remote tier. Returns what must be read.
         """
         self._cache.lease(ids)  # before slots are taken: none of them may be the victim
-        if self._cache.has(ids, HOST).all():  # mostly: nothing is to be read
+        everywhere, _ = self._cache.places(ids)
+        if everywhere & HOST:  # mostly: nothing is to be read
             plan = all_of(len(ids), lookup.blocks_per_second)
             arrivals: list[_Arrival] = []
         else:
@@ -357,7 +363,8 @@ class Gets:
             self._cache.disappoint(ids[~hit], absent[~hit], arrival.source)
 
     def _is_waiting(self, task: GetTask) -> bool:
-        return bool(self._cache.has(task.ids, ARRIVING).any())
+        _, somewhere = self._cache.places(task.ids)
+        return bool(somewhere & ARRIVING)
 
     def _count_lookup(self, task: GetTask, blocks: int) -> None:
         """*task* is what this node knows of a lookup of *blocks*."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
-from kvstrata.core.keys import BlockIds
+from kvstrata.core.keys import BlockIds, as_index
 from kvstrata.core.tiers import WriteWhen
 from kvstrata.core.types import NamespaceId, StoreKey
 from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
@@ -157,6 +157,14 @@ class Residency:
         if forgotten.any():
             self._bury(ids[forgotten & (self.index.leases[ids] == 0)])
         self.index.settle(ids)
+
+    def places(self, ids: BlockIds) -> tuple[int, int]:
+        """Bits of ``PrefixIndex.where`` that all of *ids* have, and those that some have."""
+        where = self.index.where[as_index(ids)].tobytes()
+        if where.count(where[:1]) == len(where):  # mostly, and far sooner known than by numpy
+            return (where[0], where[0]) if where else (0xFF, 0)
+        bits = np.frombuffer(where, np.uint8)
+        return int(np.bitwise_and.reduce(bits)), int(np.bitwise_or.reduce(bits))
 
     def has(self, ids: BlockIds, bits: int) -> Bools:
         """Which of *ids* have one of *bits* of ``PrefixIndex.where``."""

@@ -80,7 +80,7 @@ class HostMemory:
 
     def generations(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Of *slots*."""
-        return self.mapping.generations[slots]
+        return self.mapping.generations.take(slots)
 
     def view(self, slot: int) -> memoryview:
         """The ``block_bytes`` bytes of *slot*, writable."""
