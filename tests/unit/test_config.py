@@ -70,13 +70,27 @@ def test_a_configuration_survives_json(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"m": 0.25, "n": 1}, "m=0.25, n=1", [["m", 0.25], ["n", 1]], (("m", 0.25), ("n", 1.0))]
+    "said",
+    [
+        {"m": 0.25, "n": 1},
+        "m=0.25, n=1",
+        "{m: 0.25, n: 1}",
+        ' {"m":0.25,"n":1}',
+        [["m", 0.25], ["n", 1]],
+        (("m", 0.25), ("n", 1.0)),
+    ],
 )
 def test_quotas_can_be_said_in_several_ways(said: object) -> None:
     assert Config.model_validate({"quotas": said}).quotas == (("m", 0.25), ("n", 1.0))
 
 
-@pytest.mark.parametrize("said", [{"m": 0}, {"m": 1.5}, {"m": True}, "m", "m=half", "m=0.1=0.2", 3])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"m": 0}, {"m": 1.5}, {"m": True}, "m", "m=half", "m=0.1=0.2", 3),
+        *("{m}", "{m: half}", "{m: true}", "{m:0.5}", "{m: 0.5", "{m: 2020-99-99}", "{[m]: 0.5}"),
+    ],
+)
 def test_quotas_that_are_none_are_refused(said: object) -> None:
     with pytest.raises(ValidationError):
         Config.model_validate({"quotas": said})

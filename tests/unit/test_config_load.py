@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.load import Setting, explain, load_config, python_hash_seed
-from kvstrata.core.tiers import DiskTier, HostTier
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 
 GIB = 2**30
 
@@ -203,6 +203,54 @@ def test_a_wrong_value_inside_a_tier_is_named_with_its_place() -> None:
     fault = fault_of({"tiers": tiers})
     assert "tiers.1.paths is missing (from kv_connector_extra_config)" in fault
     assert "tiers.1.capacity: '8G' has an unknown unit 'G' (got '8G', from" in fault
+
+
+@pytest.mark.parametrize(
+    "said", [{"llama": 0.5, "tiny": 1.5}, "llama=0.5, tiny=1.5", "{llama: 0.5, tiny: 1.5}"]
+)
+def test_a_wrong_quota_is_named_with_its_model(said: object) -> None:
+    fault = fault_of({"quotas": said})
+    assert fault.startswith("quotas.tiny: Input should be less than or equal to 1 (got ")
+    assert "from kv_connector_extra_config" in fault
+
+
+@pytest.mark.parametrize("said", [[[1, 0.5]], [[]], [3], ["m"], {1: 0.5}])
+def test_a_quota_without_a_name_is_named_by_its_number(said: object) -> None:
+    assert "quotas.0" in fault_of({"quotas": said})
+
+
+def test_quotas_in_the_environment_may_be_a_mapping_of_yaml() -> None:
+    environ = {"KVSTRATA_QUOTAS": "{tiny: 0.5, /models/llama: 0.25}"}
+    expected = (("tiny", 0.5), ("/models/llama", 0.25))
+    assert load_config(environ=environ).quotas == expected
+    fault = fault_of(environ={"KVSTRATA_QUOTAS": "{tiny: 0.5"})
+    assert fault.startswith("quotas: what begins with '{' is read as a mapping in YAML")
+    assert "with a blank after the colon" in fault
+
+
+def test_a_setting_of_a_tier_that_stands_alone_gets_the_list_to_write_it_in() -> None:
+    assert fault_of({"eviction": "s3fifo"}) == (
+        "unknown setting 'eviction' (from kv_connector_extra_config)\n"
+        "  hint: eviction is a setting of a tier (host, disk): give `tiers` as a list, in a file "
+        "or in kv_connector_extra_config, for example tiers: [{kind: host, eviction: s3fifo}]"
+    )
+    assert fault_of(environ={"KVSTRATA_WRITE": "reused"}) == (
+        "unknown setting 'KVSTRATA_WRITE' (from environment KVSTRATA_WRITE)\n"
+        "  hint: write is a setting of a tier (disk, shared): give `tiers` as a list, in a file "
+        "or in kv_connector_extra_config, for example tiers: [{kind: host}, {kind: disk, "
+        "paths: /var/cache/kv, capacity: 200GiB, write: reused}]"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", sorted({n for m in (HostTier, DiskTier, SharedTier) for n in m.model_fields})
+)
+def test_the_list_that_such_a_hint_shows_is_right(tmp_path: Path, name: str) -> None:
+    example = fault_of({name: 1}).partition("for example ")[2]
+    path = tmp_path / "a.yaml"
+    path.write_text(example)
+    tiers = load_config({"config_file": path}, environ={}).tiers
+    assert any(name in tier.model_fields_set for tier in tiers)
 
 
 def test_a_wrong_pipeline_is_shown_with_its_source_and_a_caret() -> None:

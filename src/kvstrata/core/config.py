@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -39,6 +40,7 @@ __all__ = [
     "config_from_json",
     "config_to_json",
     "pipeline_string",
+    "quota_pairs",
 ]
 
 _ONE_DAY_SECONDS: Final = 86_400
@@ -54,12 +56,28 @@ def _socket_path(path: Path) -> Path:
     return path
 
 
-def _pairs(value: object) -> object:
-    """A mapping, or ``name=number, …`` as it is written in one line."""
+def quota_pairs(value: object) -> object:
+    """Return the pairs of a mapping, or of one in a line: ``a=0.5, b=0.25``, ``{a: 0.5, b: 0.25}``.
+
+    What is neither comes back as it is.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _flow_mapping(value)
     if isinstance(value, str):
         parts = [part.partition("=") for part in value.split(",") if part.strip()]
         return tuple((name.strip(), number.strip()) for name, _, number in parts)
     return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def _flow_mapping(text: str) -> object:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(
+            "what begins with '{' is read as a mapping in YAML, and is not one",
+            hint="write {llama-8b: 0.25}, with a blank after the colon, or llama-8b=0.25",
+        ) from e
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else found
 
 
 Share = Annotated[float, BeforeValidator(refuse_bool), Field(gt=0, le=1)]
@@ -189,7 +207,7 @@ class Config(BaseModel):
         ),
         examples=["never"],
     )
-    quotas: Annotated[tuple[tuple[str, Share], ...], BeforeValidator(_pairs)] = Field(
+    quotas: Annotated[tuple[tuple[str, Share], ...], BeforeValidator(quota_pairs)] = Field(
         default=(),
         description=(
             "A mapping from the name of a model, as the engine gives it, to the largest share of "

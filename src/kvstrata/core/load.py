@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from kvstrata.core.config import Config, Contradictions
+from kvstrata.core.config import Config, Contradictions, quota_pairs
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import redact
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
@@ -223,7 +223,26 @@ def _unknown_keys(source: _Source) -> Iterator[_Fault]:
             continue
         known = [*(source.spell(name) for name in _FIELDS), *source.extra_known]
         where = f"{source.name} {key}" if source.prefix else source.name
-        yield _Fault(f"unknown setting {key!r} (from {where})", _suggest(key, known))
+        remedy = _as_tier_setting(key.removeprefix(source.prefix).lower()) or _suggest(key, known)
+        yield _Fault(f"unknown setting {key!r} (from {where})", remedy)
+
+
+def _as_tier_setting(name: str) -> str | None:
+    """Return how to set *name* if it is a setting of a tier, else None."""
+    kinds = [kind for kind, model in _TIER_MODELS.items() if name in model.model_fields]
+    if not kinds:
+        return None
+    fields = _TIER_MODELS[kinds[0]].model_fields
+    shown = [f"kind: {kinds[0]}"] + [
+        f"{each}: {(field.examples or [''])[0]}"
+        for each, field in fields.items()
+        if each != "kind" and (field.is_required() or each == name)
+    ]
+    before = "" if kinds[0] == "host" else "{kind: host}, "
+    return (
+        f"{name} is a setting of a tier ({', '.join(kinds)}): give `tiers` as a list, in a file or "
+        f"in kv_connector_extra_config, for example tiers: [{before}{{{', '.join(shown)}}}]"
+    )
 
 
 def _suggest(key: str, known: Iterable[str]) -> str:
@@ -271,7 +290,7 @@ def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[_Fault
     source = origins[key].label(key)
     cause = error.get("ctx", {}).get("error")
     field, siblings = _innermost(error["loc"])
-    where = _where(error["loc"])
+    where = _where(error["loc"], origins[key].values[key])
     if error["type"] == "extra_forbidden":
         name = str(error["loc"][-1])
         yield _Fault(f"unknown setting {where!r} (from {source})", _suggest(name, siblings))
@@ -312,9 +331,21 @@ def _innermost(location: tuple[int | str, ...]) -> tuple[FieldInfo, Iterable[str
     return _FIELDS[str(location[0])], _FIELDS
 
 
-def _where(location: tuple[int | str, ...]) -> str:
-    """Return the dotted name of *location*, without the tag that pydantic puts after an index."""
+def _where(location: tuple[int | str, ...], value: object) -> str:
+    """Return the dotted name of *location* in *value*: of a quota with the name of its model.
+
+    Of a tier without the tag that pydantic puts after an index.
+    """
+    if location[0] == "quotas" and len(location) > 1 and isinstance(location[1], int):
+        return f"quotas.{_quota_name(quota_pairs(value), location[1])}"
     return ".".join(str(part) for i, part in enumerate(location) if i != 2)
+
+
+def _quota_name(pairs: object, number: int) -> str:
+    pair = pairs[number] if isinstance(pairs, tuple | list) else None
+    if isinstance(pair, tuple | list) and pair and isinstance(pair[0], str):
+        return pair[0]
+    return str(number)
 
 
 def _remedy(field: FieldInfo) -> str:
