@@ -190,7 +190,7 @@ def test_a_disk_directory_that_cannot_be_written(
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     (finding,) = check_disk(DiskTier(paths=(tmp_path,), capacity=1 << 20))
     assert finding.level == "problem"
-    assert "may not write in" in finding.message
+    assert "is not readable and writable by uid" in finding.message
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvstrata.cli.round_trip import round_trip
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
-from kvstrata.core.tiers import DiskTier, HostTier
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskStatus
 
@@ -264,14 +264,26 @@ def test_a_directory_that_this_user_may_not_write_is_a_problem(
     monkeypatch.setattr("os.access", lambda _path, _mode: False)
     (finding,) = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=MIB))
     assert finding.level == "problem"
-    assert "may not write" in finding.message
+    assert f"{tmp_path} is not readable and writable by uid" in finding.message
 
 
 def test_a_directory_with_files_of_others_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    finding, _ = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=MIB))
+    (finding,) = diagnosis.check_disk(DiskTier(paths=(tmp_path,), capacity=MIB))
     assert finding.level == "problem"
     assert "'thesis.tex'" in finding.message
+
+
+def test_a_shared_directory_whose_parent_is_missing_is_a_problem(tmp_path: Path) -> None:
+    """It is the mount that is missing, mostly, and nothing may be written below its point."""
+    tier = SharedTier(path=tmp_path / "mnt" / "kv", capacity=MIB)
+    (finding,) = diagnosis.check_shared(tier)
+    assert finding.level == "problem"
+    assert f"shared store {tmp_path}/mnt/kv cannot be opened" in finding.message
+    (tmp_path / "mnt").mkdir()
+    (finding,) = diagnosis.check_shared(tier)
+    assert finding.level == "ok"
+    assert list((tmp_path / "mnt").iterdir()) == []
 
 
 def test_a_directory_in_use_is_a_warning_and_one_of_a_stopped_server_is_fine(

@@ -33,8 +33,9 @@ from kvstrata.core.limits import (
 from kvstrata.core.load import Setting, explain, python_hash_seed
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.core.units import human_bytes
+from kvstrata.storage.disk_directory import check_directories
 from kvstrata.storage.disk_lock import LOCK_NAME
-from kvstrata.storage.superblock import SUPERBLOCK_NAME
+from kvstrata.storage.shared_fs_directory import check_directory
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -265,18 +266,18 @@ def check_host(tier: HostTier) -> Iterator[Finding]:
 
 def check_disk(tier: DiskTier) -> Iterator[Finding]:
     """Whether *tier* can be made, has room, and can bypass the page cache."""
+    problem = _problem_of("disk", partial(check_directories, tier.paths))
+    if problem is not None:
+        yield problem
+        return
     for path in tier.paths:
-        problem = _unusable(path, "disk")
-        if problem is not None:
-            yield problem
-            continue
         yield _guarded("disk", partial(_check_space, tier, path))
         yield _guarded("direct i/o", partial(_check_direct, nearest_existing(path)))
 
 
 def check_shared(tier: SharedTier) -> Iterator[Finding]:
     """Whether *tier* can be made where all nodes may see it."""
-    problem = _unusable(tier.path, "shared")
+    problem = _problem_of("shared", partial(check_directory, tier.path))
     if problem is not None:
         yield problem
         return
@@ -285,22 +286,15 @@ def check_shared(tier: SharedTier) -> Iterator[Finding]:
     yield Finding("shared", "ok", message)
 
 
-def _unusable(path: Path, tier: str) -> Finding | None:
-    existing = nearest_existing(path)
-    if not existing.is_dir():
-        message = f"{existing} is not a directory"
-        return Finding(tier, "problem", message, f"give the {tier} tier another path in `tiers`")
-    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-        message = f"user {os.getuid()} may not write in {existing}"
-        return Finding(tier, "problem", message, f"make {path} and give it to this user")
+def _problem_of(subject: str, check: Callable[[], None]) -> Finding | None:
+    try:
+        check()
+    except ConfigError as e:
+        return Finding(subject, "problem", *_parts(e))
     return None
 
 
 def _check_space(tier: DiskTier, path: Path) -> Finding:
-    names = set(os.listdir(path)) - {"lost+found", LOCK_NAME} if path.exists() else set()
-    if names and SUPERBLOCK_NAME not in names:
-        message = f"{path} holds {min(names)!r} and no cache of KVStrata: it will be refused"
-        return Finding("disk", "problem", message, "give the disk tier an empty directory")
     check_disk_capacity(tier)
     if _is_locked(path / LOCK_NAME):
         message = f"{path} is in use by a running cache server; another one cannot have it"

@@ -18,6 +18,7 @@ from kvstrata.server.complaints import Complaints
 from kvstrata.server.limits import Limits
 from kvstrata.server.slow_lane import SlowLane
 from kvstrata.server.switchboard import Switchboard
+from kvstrata.storage.engine import check_directories_of
 
 T = TypeVar("T")
 
@@ -27,6 +28,8 @@ class Server:
 
     The block size decides the geometry of all tiers. It is given, or told by the first engine;
     an engine with another one is refused.
+
+    Directories of tiers that no engine could use are a ``ConfigError`` at once.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class Server:
         self._on_prefault = on_prefault
         self._manager: KVManager | None = None
         self._stopping = threading.Event()
+        if block_bytes is None:
+            check_directories_of(config.tiers)
         self._listener = sockets.listen(path)
         self._listener.setblocking(False)
         self._switchboard = Switchboard(self, self._listener)

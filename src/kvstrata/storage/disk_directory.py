@@ -46,8 +46,11 @@ from kvstrata.storage.superblock import (
 _TEMPORARIES: Final = (f"{SUPERBLOCK_NAME}.tmp", f"{JOURNAL_NAME}.tmp")
 _NOT_OURS_TO_MIND: Final = {LOCK_NAME, f"{SUPERBLOCK_NAME}.tmp", "lost+found"}
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ACCESSIBLE: Final = "the directory must be readable and writable by this user"
 _MOST_SLOTS: Final = 2**28  # half of what the tables in memory have numbers for
 _STRIPE_BYTES: Final = 4 << 20  # as much as one I/O thread of the server reads at once
+
+_Found = tuple[Superblock, int] | None  # what is in a directory, and as which of its store
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,21 @@ def open_directories(
             f"{wanted.capacity_bytes} bytes: {e}",
             hint="lower the capacity of the disk tier or free space on its file system"
             if e.errno in _NO_ROOM
-            else "the directory must be readable and writable by this user",
+            else _NOT_ACCESSIBLE,
+        ) from e
+
+
+def check_directories(paths: Sequence[Path]) -> None:
+    """Raise what ``open_directories`` would whatever the size of blocks; changes nothing."""
+    system = FileSystem()
+    try:
+        found = _found_in(system, paths)
+        if found and found[0] is not None:
+            _compare(paths[0], found[0][0], "directories", len(paths))
+        _check_members(system, paths, found)
+    except OSError as e:
+        raise ConfigError(
+            f"disk store {store_name(paths)} cannot be opened: {e}", hint=_NOT_ACCESSIBLE
         ) from e
 
 
@@ -174,34 +191,42 @@ def _check(
     system: FileSystem, paths: Sequence[Path], wanted: Wanted
 ) -> tuple[Superblock | None, Superblock]:
     """The superblock found, if any, and the one to have; raises what forbids to open *paths*."""
+    found = _found_in(system, paths)
+    first = found[0][0] if found and found[0] else None
+    superblock = wanted.superblock(first.store_id if first else uuid.uuid4().bytes, len(paths))
+    if first is not None:
+        superblock = replace(superblock, stripe_blocks=first.stripe_blocks)
+        for name in ("block_bytes", "max_blocks_per_file", "directories"):
+            _compare(paths[0], first, name, getattr(superblock, name))
+        _refuse_smaller(paths[0], first, superblock)
+    _check_members(system, paths, found)
+    _check_room(system, paths, superblock)
+    return first, superblock
+
+
+def _found_in(system: FileSystem, paths: Sequence[Path]) -> list[_Found]:
+    """What is in each of *paths*; raises if one of them can be no directory of a store."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError(
             f"disk store {store_name(paths)} has one directory twice",
             hint="name every directory of the disk tier once",
         )
-    found = [_examine(system, path) for path in paths]
-    first = found[0][0] if found and found[0] else None
-    superblock = wanted.superblock(first.store_id if first else uuid.uuid4().bytes, len(paths))
-    if first is not None:
-        superblock = replace(superblock, stripe_blocks=first.stripe_blocks)
-        _compare(paths[0], first, superblock)
-    may_be_new = not exists(system, paths[0] / JOURNAL_NAME)
-    for number, (path, other) in enumerate(zip(paths, found, strict=True)):
-        _check_member(path, number, other, first, may_be_new=may_be_new)
-    _check_room(system, paths, superblock)
-    return first, superblock
+    return [_examine(system, path) for path in paths]
 
 
-def _examine(system: FileSystem, path: Path) -> tuple[Superblock, int] | None:
-    if not exists(system, path):
-        return None
-    if not stat.S_ISDIR(system.stat(path).st_mode):
-        raise ConfigError(f"{path} is not a directory", hint="give the disk tier a directory")
-    if not system.access(path, os.R_OK | os.W_OK | os.X_OK):
+def _examine(system: FileSystem, path: Path) -> _Found:
+    existing = path
+    while not exists(system, existing) and existing != existing.parent:
+        existing = existing.parent
+    if not stat.S_ISDIR(system.stat(existing).st_mode):
+        raise ConfigError(f"{existing} is not a directory", hint="give the disk tier a directory")
+    if not system.access(existing, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{path} is not readable and writable by uid {os.geteuid()}",
-            hint=f"chown or chmod {path}, or give the disk tier another directory",
+            f"{existing} is not readable and writable by uid {os.geteuid()}",
+            hint=f"chown or chmod {existing}, or give the disk tier another directory",
         )
+    if existing != path:
+        return None
     names = set(system.listdir(path)) - _NOT_OURS_TO_MIND
     if SUPERBLOCK_NAME in names:
         return load_superblock(system, path)
@@ -213,14 +238,15 @@ def _examine(system: FileSystem, path: Path) -> tuple[Superblock, int] | None:
     return None
 
 
-def _compare(path: Path, found: Superblock, wanted: Superblock) -> None:
-    for name in ("block_bytes", "max_blocks_per_file", "directories"):
-        if getattr(found, name) != getattr(wanted, name):
-            raise FormatError(
-                f"{path} was made with {name}={getattr(found, name)}, "
-                f"expected {getattr(wanted, name)}",
-                hint=START_EMPTY,
-            )
+def _compare(path: Path, found: Superblock, name: str, wanted: int) -> None:
+    if getattr(found, name) != wanted:
+        raise FormatError(
+            f"{path} was made with {name}={getattr(found, name)}, expected {wanted}",
+            hint=START_EMPTY,
+        )
+
+
+def _refuse_smaller(path: Path, found: Superblock, wanted: Superblock) -> None:
     if wanted.slots < found.slots:
         raise ConfigError(
             f"{path} holds {found.slots} slots ({found.slots * found.slot_bytes} bytes), "
@@ -230,10 +256,17 @@ def _compare(path: Path, found: Superblock, wanted: Superblock) -> None:
         )
 
 
+def _check_members(system: FileSystem, paths: Sequence[Path], found: Sequence[_Found]) -> None:
+    first = found[0][0] if found and found[0] else None
+    may_be_new = not paths or not exists(system, paths[0] / JOURNAL_NAME)
+    for number, (path, other) in enumerate(zip(paths, found, strict=True)):
+        _check_member(path, number, other, first, may_be_new=may_be_new)
+
+
 def _check_member(
     path: Path,
     number: int,
-    found: tuple[Superblock, int] | None,
+    found: _Found,
     first: Superblock | None,
     *,
     may_be_new: bool,

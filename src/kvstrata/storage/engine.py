@@ -21,6 +21,7 @@ from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.device import Tensor, device_handle
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.disk_directory import check_directories
 from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.handles import DeviceType, StorageHandle
@@ -28,10 +29,11 @@ from kvstrata.storage.host import HostMemory
 from kvstrata.storage.journal import JOURNAL_NAME
 from kvstrata.storage.quantize import QuantizedStore, element_type_of, quantized_bytes
 from kvstrata.storage.shared_fs import SharedFsStore
+from kvstrata.storage.shared_fs_directory import check_directory
 from kvstrata.storage.store import Store
 from kvstrata.storage.superblock import SUPERBLOCK_NAME
 
-__all__ = ["StorageEngine"]
+__all__ = ["StorageEngine", "check_directories_of"]
 
 _KV_ELEMENT_BYTES: Final = 2  # bf16 and fp16; blocks of other types shrink less
 
@@ -216,6 +218,15 @@ class StorageEngine:
                 hint="the layers, head size, kv dimension and element type must be equal, tokens "
                 "and heads of a block in host memory a multiple of the device's",
             )
+
+
+def check_directories_of(tiers: Sequence[Tier]) -> None:
+    """Raise ``ConfigError`` where no block size would let a tier be opened; changes nothing."""
+    for tier in tiers:
+        if isinstance(tier, DiskTier):
+            check_directories(tier.paths)
+        elif isinstance(tier, SharedTier):
+            check_directory(tier.path)
 
 
 def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:

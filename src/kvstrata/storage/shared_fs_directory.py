@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -89,8 +90,27 @@ def open_directory(path: Path, block_bytes: int, unique: str) -> Names:
     marker, the others check it. Raises ``ConfigError`` or ``FormatError``, and has then changed
     nothing that was there.
     """
-    try:
+    with _told(path):
         return _open(path, block_bytes, unique)
+
+
+def check_directory(path: Path) -> None:
+    """Raise what ``open_directory`` would whatever the block size, without changing anything."""
+    with _told(path):
+        if not path.exists():
+            _refuse_closed(path.parent)
+            return
+        _refuse_foreign(path)
+        _refuse_closed(path)
+        if os.path.exists(Names(path).marker):
+            _read_marker(Names(path).marker)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """An error of the operating system becomes one of the configuration."""
+    try:
+        yield
     except OSError as e:
         raise ConfigError(
             f"shared store {path} cannot be opened: {e}",
@@ -104,8 +124,7 @@ def _open(path: Path, block_bytes: int, unique: str) -> Names:
         path.mkdir(mode=0o700)
     names = Names(path)
     _refuse_foreign(path)
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, "not readable and writable by this user")
+    _refuse_closed(path)
     if not os.path.exists(names.marker):
         _make_marker(names, block_bytes, unique)
     _check_marker(names.marker, block_bytes)
@@ -113,6 +132,12 @@ def _open(path: Path, block_bytes: int, unique: str) -> Names:
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, 0o700)
     return names
+
+
+def _refuse_closed(path: Path) -> None:
+    os.scandir(path).close()  # raises unless it is a directory
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "not readable and writable by this user", str(path))
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -139,9 +164,21 @@ def _make_marker(names: Names, block_bytes: int, unique: str) -> None:
 
 
 def _check_marker(marker: str, block_bytes: int) -> None:
+    found_bytes = _read_marker(marker)
+    if found_bytes != block_bytes:
+        raise FormatError(
+            f"{marker} says block_bytes={found_bytes}, expected {block_bytes}",
+            hint=f"run every node with the same block geometry, or {_ANOTHER_DIRECTORY}",
+        )
+
+
+def _read_marker(marker: str) -> int:
+    """The ``block_bytes`` of a marker of ours; raises ``FormatError`` if it is none."""
     data = Path(marker).read_bytes()[:_SEALED_BYTES]
     if len(data) < _SEALED_BYTES or not data.startswith(_MAGIC):
         raise FormatError(f"{marker} is no marker of KVStrata", hint=_ANOTHER_DIRECTORY)
+    version: int
+    found_bytes: int
     _, version, _, found_bytes = _MARKER.unpack_from(data)
     if version != FORMAT_VERSION:
         raise FormatError(
@@ -150,8 +187,4 @@ def _check_marker(marker: str, block_bytes: int) -> None:
         )
     if not is_sealed(data):
         raise FormatError(f"{marker} is damaged: its checksum is wrong", hint=_ANOTHER_DIRECTORY)
-    if found_bytes != block_bytes:
-        raise FormatError(
-            f"{marker} says block_bytes={found_bytes}, expected {block_bytes}",
-            hint=f"run every node with the same block geometry, or {_ANOTHER_DIRECTORY}",
-        )
+    return found_bytes
