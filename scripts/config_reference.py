@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvstrata.core.config import Config, pipeline_string
-from kvstrata.core.tiers import DiskTier, HostTier
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.core.units import exact_bytes
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -29,6 +29,11 @@ setting wins:
    `KVSTRATA_TIERS`;
 3. a YAML or JSON file, named by `config_file` in the first source or by `KVSTRATA_CONFIG`;
 4. the default.
+
+`--host-size`, `--disk` and `--shared` of `kvstrata serve` and `kvstrata server` each change one tier of
+what the sources below them say. `--host-size` sets the capacity of the host tier and leaves its other
+keys. `--disk` and `--shared` take the place of the tier of that kind, or add one: keys that they cannot
+say, such as `eviction` and `write`, are then at their defaults. Tiers that no option names stay.
 
 A name that is not in the tables below is an error wherever it stands, and so is a value that cannot
 work. All errors are reported together, each with where it was set. `kvstrata doctor` checks the
@@ -100,6 +105,8 @@ def render() -> str:
             *_table(HostTier),
             "\nKeys of a `kind: disk` tier:\n\n",
             *_table(DiskTier),
+            "\nKeys of a `kind: shared` tier:\n\n",
+            *_table(SharedTier),
             "\n",
             _EXAMPLES,
         )

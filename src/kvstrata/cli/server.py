@@ -55,7 +55,8 @@ def server(
     )
     with reported():
         path = _socket_path(socket)
-        overrides = overrides_of(config=config, tiers=TierOptions(host_size, disk, shared))
+        tiers = TierOptions(host_size, disk, shared)
+        overrides = overrides_of(config=config, tiers=tiers, is_server=True)
         settings = load_config(overrides, overrides_name=COMMAND_LINE)
         for warning in check_machine(settings):
             _log.warning("%s", warning)

@@ -29,14 +29,19 @@ ConfigOption = Annotated[
 ]
 HostSizeOption = Annotated[
     str | None,
-    typer.Option("--host-size", metavar="SIZE", help="Host memory, for example 8GiB, or auto."),
+    typer.Option(
+        "--host-size",
+        metavar="SIZE",
+        help="Host memory, for example 8GiB, or auto. Wins over the capacity in the settings.",
+    ),
 ]
 DiskOption = Annotated[
     str | None,
     typer.Option(
         "--disk",
         metavar="PATH[,PATH…]:SIZE",
-        help="Disk tier, for example /var/cache/kv:200GiB; of several devices the size of all.",
+        help="Disk tier, for example /var/cache/kv:200GiB; of several devices the size of all. "
+        "Wins over the disk tier of the settings, whose other values are dropped with it.",
     ),
 ]
 SharedOption = Annotated[
@@ -44,7 +49,8 @@ SharedOption = Annotated[
     typer.Option(
         "--shared",
         metavar="PATH:SIZE",
-        help="Shared tier on a file system that other nodes mount too, for example /mnt/kv:2TiB.",
+        help="Shared tier on a file system that other nodes mount too, for example /mnt/kv:2TiB. "
+        "Wins over the shared tier of the settings, as --disk does.",
     ),
 ]
 
@@ -62,12 +68,14 @@ def overrides_of(
     config: Path | None = None,
     tiers: TierOptions = TierOptions(),  # noqa: B008 - immutable
     socket: Path | None = None,
+    is_server: bool = False,
 ) -> dict[str, object]:
     """Return the settings that these options say, for ``load_config`` or the engine.
 
-    A tier that no option names stays as environment and file have it. Paths become absolute.
+    A tier that no option names stays as environment and file have it. Paths become absolute. What
+    environment and file say of a server to join does not concern a command that *is_server*.
     """
-    overrides: dict[str, object] = {}
+    overrides: dict[str, object] = {"server": "embedded", "socket": None} if is_server else {}
     if config is not None:
         overrides["config_file"] = str(_absolute(config))
     if socket is not None:
