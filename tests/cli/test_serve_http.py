@@ -50,6 +50,11 @@ def is_healthy(address: str) -> bool:
 
 
 def complete(address: str, prompt: list[int]) -> list[int]:
+    tokens: list[int] = answer_to(address, prompt)["choices"][0]["token_ids"]
+    return tokens
+
+
+def answer_to(address: str, prompt: list[int]) -> dict[str, Any]:
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -61,8 +66,8 @@ def complete(address: str, prompt: list[int]) -> list[int]:
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
-    return tokens
+        found: dict[str, Any] = json.load(answer)
+    return found
 
 
 def metric(address: str, name: str) -> float:
@@ -96,3 +101,19 @@ def test_a_prompt_that_the_device_forgot_is_loaded_and_answered_alike(
 
     inspected = kvstrata("inspect", env={"TMPDIR": str(folder)})
     assert "1 of 1" in inspected.stdout
+
+
+def test_prompt_is_pinned_by_the_id_of_its_response(url: str, folder: Path) -> None:
+    """vLLM adds to that id what tells requests of one id apart."""
+    choose = random.Random(2)
+    prompt = [choose.randrange(1, 1000) for _ in range(PROMPT_TOKENS)]
+    name = answer_to(url, prompt)["id"]
+    env = {"TMPDIR": str(folder)}
+    explained = kvstrata("inspect", "--explain", name, "--json", env=env)
+    (server,) = json.loads(explained.stdout)["servers"]
+    assert server["decisions"]
+    assert all(each["request"] != name for each in server["decisions"])
+    pinned = kvstrata("pin", "--request", name, "--json", env=env)
+    (pin,) = json.loads(pinned.stdout)["pins"]
+    assert pin["blocks"] == PROMPT_TOKENS // 64
+    assert kvstrata("unpin", str(pin["number"]), env=env).returncode == 0

@@ -58,9 +58,9 @@ def printed(*arguments: str) -> str:
     return result.stdout
 
 
-def save(engine: ManagerClient, blocks: int) -> list[bytes]:
+def save(engine: ManagerClient, blocks: int, request: str = "") -> list[bytes]:
     keys = [secrets.token_bytes(BLOCK_KEY_BYTES) for _ in range(blocks)]
-    task = engine.put_match(NAMESPACE, keys)
+    task = engine.put_match(NAMESPACE, keys, request=request)
     engine.launch([task.task_id])
     engine.complete([task.task_id])
     engine.ping()
@@ -127,21 +127,13 @@ def test_inspect_explains_what_was_decided_for_a_request(place: Path) -> None:
         shown = printed("inspect", "--socket", str(path), "--explain", "cmpl-7")
         as_json = printed("inspect", "--socket", str(path), "--explain", "cmpl-7", "--json")
         unknown = kvstrata("inspect", "--socket", str(path), "--explain", "cmpl-8")
-    assert shown.splitlines()[-1].split()[1:] == [
-        "load",
-        "3",
-        "3",
-        "0",
-        "0",
-        "3",
-        "0.0",
-        "all",
-        "of",
-        "it",
-    ]
+    row, last = shown.splitlines()[-2:]
+    assert row.split()[1:] == ["load", "3", "3", "0", "0", "3", "0.0", "all", "of", "it"]
+    assert last == f"last block found or saved: {keys[2].hex()}"
     (server,) = json.loads(as_json)["servers"]
     (decision,) = server["decisions"]
     assert (decision["request"], decision["taken_blocks"]) == ("cmpl-7", 3)
+    assert decision["last_block"] == keys[2].hex()
     assert unknown.returncode == 1
     assert "no server has decided anything for 'cmpl-8'" in unknown.stderr
 
@@ -220,6 +212,24 @@ def test_wrong_settings_end_the_server_with_2(place: Path) -> None:
     assert not (place / "s.sock").exists()
 
 
+def test_directories_that_cannot_be_used_end_the_server_at_its_start(place: Path) -> None:
+    """Not when the first engine tells the size of its blocks."""
+    (place / "file").write_text("")
+    (place / "full").mkdir()
+    (place / "full" / "thesis.tex").write_text("")
+    command = ("--socket", str(place / "s.sock"), "--host-size", "1MiB")
+    for option, path, complaint in (
+        ("--disk", "file", f"{place}/file is not a directory"),
+        ("--disk", "file/kv", f"{place}/file is not a directory"),
+        ("--disk", "full", f"{place}/full is not empty (found 'thesis.tex')"),
+        ("--shared", "none/kv", f"shared store {place}/none/kv cannot be opened"),
+        ("--shared", "file", f"shared store {place}/file cannot be opened"),
+        ("--shared", "full", f"{place}/full is not empty (found 'thesis.tex')"),
+    ):
+        assert complaint in refused(*command, option, f"{place}/{path}:1MiB")
+    assert not (place / "s.sock").exists()
+
+
 def test_stats_of_a_socket_where_nobody_answers(place: Path) -> None:
     result = kvstrata("stats", "--socket", str(place / "none.sock"))
     assert result.returncode == 1
@@ -248,8 +258,100 @@ def test_operator_pins_blocks_and_ends_the_pin(place: Path) -> None:
     assert stats["servers"][0]["report"]["pinned_blocks"] == 4
     assert after["servers"][0]["report"]["pinned_blocks"] == 0
     assert (strange.returncode, strange.stdout) == (1, "")
-    assert strange.stderr.startswith("error: nothing is pinned")
+    assert strange.stderr == (
+        "error: nothing is pinned: none of these blocks is in host memory or on disk\n"
+    )
     assert (gone.returncode, gone.stderr) == (1, f"error: {path} has no pin 1\n")
+
+
+def test_pins_are_shown(place: Path) -> None:
+    where = ("--socket", str(place / "s.sock"))
+    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
+        keys = [key.hex() for key in save(engine, 3)]
+        before = printed("stats", *where), printed("inspect", *where)
+        printed("pin", *keys, "--namespace", NAMESPACE.hex(), *where, "--ttl", "5000")
+        printed("pin", keys[0], "--namespace", NAMESPACE.hex(), *where)
+        stats, inspected = printed("stats", *where), printed("inspect", *where)
+        exposed = printed("stats", *where, "--prometheus")
+        as_json = [json.loads(printed(name, *where, "--json")) for name in ("stats", "inspect")]
+    assert "pinned" not in before[0]
+    assert "seconds left" not in before[1]
+    assert stats.splitlines()[-1] == "pinned: 4 blocks, in 2 pins"
+    rows = [line.split() for line in inspected.splitlines()]
+    start = rows.index(["pin", "namespace", "blocks", "seconds", "left"])
+    (first, *first_row, seconds), second_row = rows[start + 1 : start + 3]
+    assert [first, *first_row] == ["1", NAMESPACE.hex(), "3"]
+    assert 4900 < int(seconds.replace(",", "")) <= 5000
+    assert second_row[:3] == ["2", NAMESPACE.hex(), "1"]
+    assert f'kvstrata_pinned_blocks{{server="{path}"}} 4.0' in exposed
+    for report in as_json:
+        pins = report["servers"][0]["report"]["pins"]
+        assert [(pin["number"], pin["blocks"]) for pin in pins] == [(1, 3), (2, 1)]
+        assert {pin["namespace"] for pin in pins} == {NAMESPACE.hex()}
+        assert 4900 < pins[0]["seconds_left"] <= 5000
+
+
+def test_operator_pins_the_prompt_of_a_request(place: Path) -> None:
+    where = ("--socket", str(place / "s.sock"))
+    with serving(place, "--host-size", "512KiB") as path, engine_with_worker(path) as engine:
+        save(engine, 3, "cmpl-7-0-12ab34cd")
+        missed = engine.get_match(NAMESPACE, [secrets.token_bytes(32)], request="cmpl-8")
+        shown = printed("pin", "--request", "cmpl-7", "--ttl", "60", *where)
+        as_json = printed("pin", "--request", "cmpl-7-0-12ab34cd", *where, "--json")
+        full = kvstrata("pin", "--request", "cmpl-7", *where)
+        not_here = kvstrata("pin", "--request", "cmpl-8", *where)
+        unknown = kvstrata("pin", "--request", "cmpl-9", *where)
+    assert missed.task_id == 0
+    assert shown == f"pin 1 at {path}: 3 blocks for 60 seconds\n"
+    assert json.loads(as_json) == {"pins": [{"socket": str(path), "number": 2, "blocks": 1}]}
+    assert [each.returncode for each in (full, not_here, unknown)] == [1, 1, 1]
+    assert full.stderr.startswith("error: no more may be pinned: 4 blocks are, in 2 pins")
+    assert "none of these blocks is in host memory or on disk" in not_here.stderr
+    assert "no server knows this request, only recent ones are known" in unknown.stderr
+
+
+def test_pin_of_one_server_does_not_fail_for_another(place: Path) -> None:
+    folder = place / f"kvstrata-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    log = place / "empty.log"
+    waits = running("server", "--socket", str(folder / "a.sock"), "--host-size", "1MiB", log=log)
+    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine, waits:
+        until(lambda: "ready" in log.read_text(), 30, log)
+        (folder / "b.sock").symlink_to(path)
+        save(engine, 3, "cmpl-7")
+        shown = printed("pin", "--request", "cmpl-7")
+        unknown = kvstrata("pin", "--request", "cmpl-8")
+    assert shown == f"pin 1 at {folder}/b.sock: 3 blocks for 3600 seconds\n"
+    assert unknown.returncode == 1
+    assert "no server knows this request" in unknown.stderr
+
+
+def test_socket_may_come_from_the_environment(place: Path) -> None:
+    env = {"KVSTRATA_SOCKET": str(place / "s.sock")}
+    nowhere = {"KVSTRATA_SOCKET": str(place / "none.sock")}
+    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
+        save(engine, 1, "cmpl-7")
+        found = [
+            kvstrata(*command, env=env)
+            for command in (["stats"], ["inspect"], ["pin", "--request", "cmpl-7"], ["unpin", "1"])
+        ]
+        other = kvstrata("stats", env=nowhere)
+        named = kvstrata("stats", "--socket", str(path), env=nowhere)
+    assert [each.returncode for each in found] == [0, 0, 0, 0]
+    assert str(path) in found[0].stdout
+    assert other.returncode == 1
+    assert f"no server answers at {place}/none.sock" in other.stderr
+    assert named.returncode == 0
+
+
+def test_server_does_not_mind_what_engines_are_told_to_join(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTRATA_SOCKET", str(place / "s.sock"))
+    for server in ("attached", "embedded"):
+        monkeypatch.setenv("KVSTRATA_SERVER", server)
+        with serving(place, "--host-size", "1MiB", "--block-bytes", "64KiB") as path:
+            assert str(path) in printed("stats")
 
 
 def test_pin_is_not_looked_for_at_several_servers(place: Path) -> None:
@@ -273,6 +375,10 @@ def test_pin_is_not_looked_for_at_several_servers(place: Path) -> None:
     [
         (["--namespace", "00" * 16], "no key is given"),
         (["abc", "--namespace", "00" * 16], "'abc' is not a key: 64 hexadecimal digits"),
+        (["00" * 32], "keys are given and no --namespace"),
+        (["00" * 32, "--request", "r"], "--request and keys with a --namespace are two ways"),
+        (["--request", "r", "--namespace", "00" * 16], "--request and keys with a --namespace"),
+        (["--request", "r", "--keys-from", "-"], "--request and keys with a --namespace"),
         (["00" * 32, "--namespace", "zz"], "'zz' is not a namespace: 32 hexadecimal digits"),
         (["--namespace", "00" * 16, "--keys-from", "/nowhere/k"], "cannot read /nowhere/k"),
     ],

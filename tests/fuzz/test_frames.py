@@ -44,11 +44,14 @@ def test_messages_of_any_content_in_any_order(victim: Victim, data: bytes) -> No
 edges = st.sampled_from(EDGES) | st.integers(-300, 300)
 namespaces = st.sampled_from([NAMESPACE, NAMESPACE, b"", b"n" * 15, b"n" * 16])
 joined = st.lists(st.integers(0, 11), max_size=12).map(lambda path: b"".join(map(key, path)))
+names = st.sampled_from(["", "r", "r-1"])
 ids = st.lists(edges, max_size=5) | st.just([0] * 4097)
 messages: st.SearchStrategy[p.Request] = st.one_of(
     st.builds(p.Mapped, edges),
-    st.builds(p.GetMatch, edges, namespaces, joined),
-    st.builds(p.PutMatch, edges, namespaces, joined, st.sampled_from([b"", key(0), b"short"])),
+    st.builds(p.GetMatch, edges, namespaces, joined, names),
+    st.builds(
+        p.PutMatch, edges, namespaces, joined, st.sampled_from([b"", key(0), b"short"]), names
+    ),
     st.builds(p.Launch, ids),
     st.builds(p.Complete, ids),
     st.builds(p.CompletePart, edges, edges),
@@ -62,6 +65,7 @@ messages: st.SearchStrategy[p.Request] = st.one_of(
     st.builds(p.Measured, edges | st.floats()),
     st.builds(p.Explain, edges, st.text(max_size=5)),
     st.builds(p.Pin, edges, namespaces, joined, edges | st.floats()),
+    st.builds(p.PinRequest, edges, names, edges | st.floats()),
     st.builds(p.Unpin, edges, edges),
     st.builds(p.Workers, edges),
     st.builds(p.Ping, edges),

@@ -407,8 +407,13 @@ def test_offenders_are_logged_up_to_a_point(path: Path, caplog: pytest.LogCaptur
         ([HELLO, p.Register(BOB, parts(256))], [HELLO, p.Register(BOB, parts(257))]),
         ([HELLO, p.Explain(1, "x" * 256)], [HELLO, p.Explain(1, "x" * 257)]),
         ([HELLO, p.Pin(1, BOB, b"", 1e9)], [HELLO, p.Pin(1, BOB, b"", 1.1e9)]),
+        ([HELLO, p.PinRequest(1, "x" * 256, 1e9)], [HELLO, p.PinRequest(1, "x" * 257, 1e9)]),
+        ([HELLO, p.PinRequest(1, "", 1e9)], [HELLO, p.PinRequest(1, "", 1.1e9)]),
     ],
-    ids=["launch", "try_wait", "session", "life", "running", "format", "parts", "explain", "pin"],
+    ids=[
+        *("launch", "try_wait", "session", "life", "running", "format", "parts", "explain"),
+        *("pin", "pin_request", "pin_request_ttl"),
+    ],
 )
 def test_message_that_holds_more_than_it_may_ends_the_connection(
     path: Path, most: list[p.Request], beyond: list[p.Request]

@@ -27,7 +27,8 @@ from tests.caches import (
 from tests.server.harness import RawClient, engine, memfds, serving, worker, worker_hello
 from tests.strangers import NOBODY, needs_root, stranger
 
-from kvstrata.core.errors import ConfigError, ServerUnavailable
+from kvstrata.core.errors import ConfigError, LimitExceeded, ServerUnavailable
+from kvstrata.core.load import load_config
 from kvstrata.manager import manager as manager_module
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
@@ -520,3 +521,31 @@ def test_operator_can_pin(path: Path) -> None:
             assert not operator.unpin(number)
         client.close()
         half.close()
+
+
+def test_operator_can_pin_what_a_request_has_saved(path: Path) -> None:
+    with serving(config(4), path):
+        client, half = engine(path), worker(path)
+        put = client.put_match(ALICE, keys(1, 2, 3), request="r1")
+        client.launch([put.task_id])
+        client.complete([put.task_id])
+        with contextlib.closing(observe(path)) as operator:
+            assert operator.pin_request("r1", 60.0) == (1, 2)
+            with pytest.raises(LimitExceeded, match="no more may be pinned"):
+                operator.pin(ALICE, keys(1), 60.0)
+            assert operator.pin(ALICE, keys(9), 60.0) == (0, 0)
+            assert operator.pin_request("r2", 60.0) == (0, 0)
+            report = operator.stats()
+        assert report is not None
+        assert [(pin.number, pin.blocks) for pin in report.pins] == [(1, 2)]
+        client.close()
+        half.close()
+
+
+def test_directories_that_no_engine_could_use_are_refused_at_once(
+    path: Path, tmp_path: Path
+) -> None:
+    tiers = {"tiers": f"host:1MiB | shared:{tmp_path}/none/kv:1MiB"}
+    with pytest.raises(ConfigError, match=r"cannot be opened: .*No such file or directory"):
+        Server(load_config(tiers, environ={}), path)
+    assert not path.exists()

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -274,43 +273,6 @@ def test_lease_of_a_get_that_was_forgotten_ends_in_time(
         assert manager.get_match(ALICE, keys(2)) == DONE
     assert manager.try_wait([task.task_id])[task.task_id].state is TaskState.CANCELLED
     assert "was given up" in caplog.text
-
-
-def test_pinned_blocks_stay_until_their_time_is_up(
-    manager: KVManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(manager, ALICE, keys(1, 2))
-    number, blocks = manager.pin(ALICE, keys(1, 2, 3), 60.0)
-    assert (blocks, manager.stats().pinned_blocks) == (2, 2)
-    for n in range(10, 20):
-        save(manager, ALICE, keys(n))
-    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
-    later = time.monotonic() + 61.0
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    for n in range(20, 30):
-        save(manager, ALICE, keys(n))
-        load(manager, ALICE, keys(n))
-    assert load(manager, ALICE, keys(1, 2)) == []
-    assert not manager.unpin(number)
-
-
-def test_pin_can_be_ended(manager: KVManager) -> None:
-    save(manager, ALICE, keys(1))
-    number, _ = manager.pin(ALICE, keys(1), 60.0)
-    assert manager.unpin(number)
-    assert not manager.unpin(number)
-    assert set(known(manager).values()) == {0}
-
-
-def test_no_more_than_a_half_can_be_pinned(manager: KVManager) -> None:
-    save(manager, ALICE, keys(1, 2, 3, 4))
-    assert manager.pin(ALICE, keys(1, 2, 3), 60.0) == (1, 2)
-    assert manager.pin(ALICE, keys(1), 60.0) == (0, 0)
-    assert manager.pin(BOB, keys(1), 60.0) == (0, 0)
-    manager.reset(ALICE)
-    manager.check()
-    assert manager.unpin(1)
-    assert manager.stats().tiers[0].used_blocks == 0
 
 
 def test_wait_ends_at_its_deadline(manager: KVManager) -> None:

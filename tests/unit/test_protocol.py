@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstrata.core.errors import LimitExceeded, ProtocolError
 from kvstrata.core.keys import as_key_array
 from kvstrata.manager.decisions import Decision
-from kvstrata.manager.report import CacheReport, NamespaceReport, TierReport
+from kvstrata.manager.report import CacheReport, NamespaceReport, PinReport, TierReport
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
 
@@ -23,6 +23,8 @@ REPORT = CacheReport(
     2,
     [NamespaceReport("6162", {"model": "m"}, 3, 2, 1)],
     [{"session": "e", "workers": [0], "world_size": 1}],
+    pinned_blocks=2,
+    pins=[PinReport(1, "6162", 2, 59.5)],
 )
 REQUESTS: list[p.Request] = [
     p.Hello(1, 2, "engine", "séance", 4096, False, 3, 4, "exact", "life", [7]),
@@ -33,6 +35,7 @@ REQUESTS: list[p.Request] = [
     p.Measured(12.5),
     p.Explain(5, "cmpl-1"),
     p.Pin(6, b"n" * 16, b"k" * 64, 60.0),
+    p.PinRequest(6, "cmpl-1", 60.0),
     p.Unpin(7, 3),
     p.Launch([1, 2]),
     p.Complete([]),

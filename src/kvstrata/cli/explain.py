@@ -21,7 +21,8 @@ ExplainOption = Annotated[
     str | None,
     typer.Option(
         metavar="REQUEST",
-        help="Show what was decided lately for this request, by the id that vLLM gives it.",
+        help="Show what was decided lately for this request, by the id in its response or vLLM's "
+        "own, which goes on with more digits.",
     ),
 ]
 
@@ -72,3 +73,6 @@ def _print(console: "Console", decisions: list["Decision"]) -> None:
             _REASONS[each.reason],
         )
     console.print(table)
+    last = next((each.last_block for each in reversed(decisions) if each.last_block), "")
+    if last:
+        console.print(f"last block found or saved: {last}", soft_wrap=True)

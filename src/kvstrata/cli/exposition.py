@@ -96,7 +96,11 @@ class _Reports(Collector):
         running = GaugeMetricFamily(
             "kvstrata_running_tasks", "Loads and saves in flight.", labels=["server", "kind"]
         )
+        pinned = GaugeMetricFamily(
+            "kvstrata_pinned_blocks", "Blocks that operators have pinned.", labels=["server"]
+        )
         for socket, report in self._reports:
+            pinned.add_metric([socket], report.pinned_blocks)
             for tier in report.tiers:
                 where = [socket, tier.tier]
                 capacity.add_metric(where, tier.capacity_blocks * tier.block_bytes)
@@ -110,4 +114,4 @@ class _Reports(Collector):
             running.add_metric([socket, "load"], report.running_gets)
             running.add_metric([socket, "save"], report.running_puts)
         yield from self._operations()
-        yield from (capacity, used, waiting, off, backed, padding, free_run, running)
+        yield from (capacity, used, waiting, off, backed, padding, free_run, running, pinned)

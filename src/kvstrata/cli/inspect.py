@@ -1,6 +1,7 @@
 """`kvstrata inspect`: whose blocks a server holds, and who uses it."""
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,7 +23,7 @@ __all__ = ["inspect"]
 def inspect(
     socket: SocketOption = None, *, explain: ExplainOption = None, as_json: JsonFlag = False
 ) -> None:
-    """Show namespaces with what they stand for, their blocks in each tier, and engines.
+    """Show namespaces with what they stand for, their blocks in each tier, engines and pins.
 
     Exits with 1 if no server answers, or with --explain if none knows the request.
     """
@@ -40,6 +41,9 @@ def inspect(
 def _print(console: "Console", report: "CacheReport") -> None:
     console.print(_engine_table(report) if report.engines else "no engine is connected")
     console.print()
+    if report.pins:
+        console.print(_pin_table(report))
+        console.print()
     if not report.namespaces:
         console.print("no blocks yet")
         return
@@ -56,6 +60,16 @@ def _engine_table(report: "CacheReport") -> "Table":
         workers = engine["workers"]
         attached = len(workers) if isinstance(workers, list) else 0
         table.add_row(str(engine["session"]), f"{attached} of {engine['world_size']}")
+    return table
+
+
+def _pin_table(report: "CacheReport") -> "Table":
+    numbers = ("blocks", "seconds left")
+    table = plain_table("pin", "namespace", *numbers, right=numbers)
+    for pin in report.pins:
+        table.add_row(
+            str(pin.number), pin.namespace, f"{pin.blocks:,}", f"{math.ceil(pin.seconds_left):,}"
+        )
     return table
 
 

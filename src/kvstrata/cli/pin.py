@@ -2,33 +2,56 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, reported
 from kvstrata.cli.servers import SocketOption, ask
-from kvstrata.core.errors import ConfigError
+from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.core.types import BlockKey
+    from kvstrata.server.client import ManagerClient
 
 __all__ = ["pin", "unpin"]
 
-_NOTHING: Final = "nothing is pinned: the server has none of these blocks, or no more may be pinned"
+_NOT_HERE: Final = "none of these blocks is in host memory or on disk"
+_UNKNOWN: Final = (
+    "no server knows this request, only recent ones are known: those of the last 4,096 lookups "
+    "and saves"
+)
 
 
-def pin(
+class _Answer(NamedTuple):
+    """What one server says to a pin."""
+
+    number: int = 0  # 0: nothing is pinned
+    blocks: int = 0
+    is_known: bool = False  # the request, where one was named
+    refused: KVStrataError | None = None
+
+
+def pin(  # noqa: PLR0913 - each is an option
     keys: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY]...", help="Keys of a prompt's blocks, in order, as hex."),
     ] = None,
     *,
     namespace: Annotated[
-        str, typer.Option(metavar="HEX", help="Namespace of the blocks, as inspect shows it.")
-    ],
+        str | None,
+        typer.Option(metavar="HEX", help="Namespace of these blocks, as inspect shows it."),
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REQUEST",
+            help="Instead of keys: the prompt of a recent request, by the id in its response.",
+        ),
+    ] = None,
     ttl: Annotated[
         float, typer.Option(min=0.001, max=1e9, metavar="SECONDS", help="How long they stay.")
     ] = 3600.0,
@@ -41,27 +64,30 @@ def pin(
 ) -> None:
     """Keep blocks from leaving host memory and disk, for a time.
 
-    Pins as many of the leading keys as the server has, half of its blocks at most, and prints the
-    number of the pin, which ends it before its time: kvstrata unpin NUMBER.
+    Pins the blocks of a prompt, named by a request or by their keys, from the first on as far as
+    the server has them, half of its blocks at most. They stay in the tiers that they are in: a
+    block that is only on disk is not copied to host memory. Prints the number of the pin, which
+    ends it before its time: kvstrata unpin NUMBER. kvstrata inspect lists pins.
 
     Exits with 1 if nothing is pinned or no server answers.
     """
     with reported():
-        where = _hex(namespace, NAMESPACE_ID_BYTES, "a namespace")
-        blocks = [_hex(key, BLOCK_KEY_BYTES, "a key") for key in _all_keys(keys, keys_from)]
-        answers = ask(socket, lambda client: client.pin(where, blocks, ttl))
-        pinned = [(path, number, held) for path, (number, held) in answers if number]
-        if as_json:
-            rows = [{"socket": str(p), "number": n, "blocks": b} for p, n, b in pinned]
-            typer.echo(json.dumps({"pins": rows}, indent=2))
-        else:
-            for path, number, held in pinned:
-                typer.echo(
-                    f"pin {number} at {path}: {held} of {len(blocks)} blocks for {ttl:g} seconds"
+        if request is not None:
+            if keys or keys_from is not None or namespace is not None:
+                raise ConfigError(
+                    "--request and keys with a --namespace are two ways to name blocks",
+                    hint="give one of them",
                 )
-        if not pinned:
-            typer.echo(f"error: {_NOTHING}", err=True)
-            raise typer.Exit(FAILED)
+            _pin(socket, _request_pinner(request, ttl), ttl, as_json=as_json)
+            return
+        blocks = [_hex(key, BLOCK_KEY_BYTES, "a key") for key in _all_keys(keys, keys_from)]
+        if namespace is None:
+            raise ConfigError(
+                "keys are given and no --namespace",
+                hint="take it from kvstrata inspect, or name a recent request: --request",
+            )
+        where = _hex(namespace, NAMESPACE_ID_BYTES, "a namespace")
+        _pin(socket, _key_pinner(where, blocks, ttl), ttl, as_json=as_json, asked=len(blocks))
 
 
 def unpin(
@@ -88,6 +114,58 @@ def unpin(
             raise typer.Exit(FAILED)
 
 
+_Pinner = Callable[["ManagerClient"], _Answer]
+
+
+def _key_pinner(where: bytes, blocks: "list[BlockKey]", ttl: float) -> _Pinner:
+    return lambda client: _Answer(*client.pin(where, blocks, ttl))
+
+
+def _request_pinner(request: str, ttl: float) -> _Pinner:
+    def pin_request(client: "ManagerClient") -> _Answer:
+        number, blocks = client.pin_request(request, ttl)
+        return _Answer(number, blocks, bool(number or client.explain(request)))
+
+    return pin_request
+
+
+def _pin(
+    socket: Path | None, pinner: _Pinner, ttl: float, *, as_json: bool, asked: int | None = None
+) -> None:
+    """Ask all servers to pin, and print what they have; one that refuses stops no other."""
+
+    def attempt(client: "ManagerClient") -> _Answer:
+        try:
+            return pinner(client)
+        except (ConfigError, LimitExceeded) as e:
+            return _Answer(refused=e)
+
+    answers = ask(socket, attempt)
+    pinned = [(path, answer) for path, answer in answers if answer.number]
+    if as_json:
+        rows = [{"socket": str(p), "number": a.number, "blocks": a.blocks} for p, a in pinned]
+        typer.echo(json.dumps({"pins": rows}, indent=2))
+    else:
+        of = "" if asked is None else f"of {asked} "
+        for path, answer in pinned:
+            typer.echo(
+                f"pin {answer.number} at {path}: {answer.blocks} {of}blocks for {ttl:g} seconds"
+            )
+    if not pinned:
+        _raise_refusal([answer.refused for _, answer in answers])
+        is_known = asked is not None or any(answer.is_known for _, answer in answers)
+        why = _NOT_HERE if is_known else _UNKNOWN
+        typer.echo(f"error: nothing is pinned: {why}", err=True)
+        raise typer.Exit(FAILED)
+
+
+def _raise_refusal(refusals: list[KVStrataError | None]) -> None:
+    """A server that has no room has the blocks; one without tiers matters if all are so."""
+    for refusal in refusals:
+        if isinstance(refusal, LimitExceeded) or (refusal is not None and all(refusals)):
+            raise refusal
+
+
 def _all_keys(keys: list[str] | None, keys_from: Path | None) -> list[str]:
     found = list(keys or [])
     if keys_from is not None:
@@ -97,7 +175,10 @@ def _all_keys(keys: list[str] | None, keys_from: Path | None) -> list[str]:
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"cannot read {keys_from}: {e}") from e
     if not found:
-        raise ConfigError("no key is given", hint="name keys, or a file of keys: --keys-from")
+        raise ConfigError(
+            "no key is given",
+            hint="name keys, a file of keys (--keys-from), or a recent request (--request)",
+        )
     return found
 
 

@@ -24,7 +24,10 @@ T = TypeVar("T")
 SocketOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH", help="Socket of one server; unset: every server of this user's engines."
+        metavar="PATH",
+        envvar="KVSTRATA_SOCKET",
+        help="Socket of one server; unset: KVSTRATA_SOCKET, or without that every server of this "
+        "user's engines.",
     ),
 ]
 
@@ -60,7 +63,8 @@ def ask(socket: Path | None, question: Callable[["ManagerClient"], T]) -> list[t
     if not found:
         raise ServerUnavailable(
             f"no cache server is running in {directory}",
-            hint="start an engine with 'kvstrata serve', or name the socket of a server: --socket",
+            hint="start an engine with 'kvstrata serve', or name the socket of a server: --socket or "
+            "KVSTRATA_SOCKET",
         )
     return found
 

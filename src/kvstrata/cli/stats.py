@@ -78,6 +78,8 @@ def _print(console: "Console", report: "CacheReport") -> None:
     console.print(_counter_table(report))
     running = f"running: {report.running_gets} loads, {report.running_puts} saves"
     console.print(f"\n{running}; engines: {len(report.engines)}")
+    if report.pins:
+        console.print(f"pinned: {report.pinned_blocks:,} blocks, in {len(report.pins):,} pins")
 
 
 def _tier_table(report: "CacheReport") -> "Table":

@@ -25,6 +25,7 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str = ""  # why no more
     load_seconds: float = 0.0  # get: expected until all is in host memory
     recompute_seconds: float | None = None  # get: expected for the engine to compute it
+    last_block: str = ""  # hex key of the last block found; put: of the last one saved or known
 
 
 class Decisions:
@@ -37,8 +38,17 @@ class Decisions:
         self._kept.append(decision)
 
     def of(self, request: str) -> list[Decision]:
-        """Those for *request*, oldest first."""
-        return [decision for decision in self._kept if decision.request == request]
+        """Those for *request*, oldest first.
+
+        If there are none, those for all requests whose names go on from it with a hyphen: an engine
+        adds to the name that its client knows, a number for each prompt, and what makes it unique.
+        """
+        if not request:
+            return []
+        named = [decision for decision in self._kept if decision.request == request]
+        if named:
+            return named
+        return [d for d in self._kept if d.request.startswith(f"{request}-")]
 
     def latest(self, count: int) -> list[Decision]:
         start = max(0, len(self._kept) - count)

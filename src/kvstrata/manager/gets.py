@@ -378,6 +378,7 @@ class Gets:
     def _explain(self, task: GetTask, lookup: Lookup, found: int, plan: Plan) -> None:
         self._counters.add(metrics.DECLINED_BLOCKS, found - plan.blocks, plan.reason.value)
         host = len(task.ids) - task.disk_blocks - task.remote_blocks
+        end = len(task.ids) - plan.blocks + found
         self._desk.decisions.add(
             Decision(
                 time.time(),
@@ -393,6 +394,7 @@ class Gets:
                 reason=plan.reason.value,
                 load_seconds=plan.load_seconds,
                 recompute_seconds=plan.recompute_seconds,
+                last_block=lookup.keys[end - 1].tobytes().hex() if end else "",
             )
         )
 

@@ -352,11 +352,22 @@ class KVManager:
     def pin(self, namespace: NamespaceId, keys: Keys, ttl_seconds: float) -> tuple[int, int]:
         """Keep the leading *keys* that are in host memory or on disk from leaving, for a time.
 
-        The number of the pin, for ``unpin``, and how many blocks it holds; 0 and 0 if none. At
-        most half of the blocks of host memory and disk can be pinned at a time.
+        The number of the pin, for ``unpin``, and how many blocks it holds; 0 and 0 if the first is
+        in neither. They stay in the tiers that they are in, and are not copied to another. At most
+        half of the blocks of host memory and disk can be pinned at a time, in 1024 pins: then
+        ``LimitExceeded``.
         """
         with self._lock:
             return self._pins.add(namespace, as_key_array(keys), ttl_seconds)
+
+    def pin_request(self, request: str, ttl_seconds: float) -> tuple[int, int]:
+        """``pin`` the prompt of a recent request, as far as its blocks were found or saved.
+
+        Only requests that ``explain`` has a decision for are known, and of several of one name the
+        latest counts.
+        """
+        with self._lock:
+            return self._pins.add_request(self._desk.decisions.of(request), ttl_seconds)
 
     def unpin(self, number: int) -> bool:
         """End a pin before its time; whether there was one of that number."""
@@ -395,6 +406,7 @@ class KVManager:
         with self._lock:
             cache, memory = self._cache, self._memory
             usage = memory.usage()
+            pins = self._pins.report()
             tiers = [
                 TierReport(
                     "host",
@@ -414,6 +426,7 @@ class KVManager:
                 running_gets=len(self._gets.tasks),
                 running_puts=len(self._puts.tasks),
                 pinned_blocks=self._pins.blocks,
+                pins=pins,
                 namespaces=self._cache.describe(self._namespaces),
                 engines=self._sessions.describe(),
                 operations=[OperationReport(*c) for c in self.counters.operations.snapshot()],

@@ -66,7 +66,8 @@ class Puts:
         task = PutTask(self._desk.new_id(), owner, new, slots, missing[: len(new)].tolist())
         shed = len(missing) - len(new)
         cache.counters.add(metrics.SHED_BLOCKS, shed)
-        self._explain(task, namespace, request, asked=len(keys), known=len(known))
+        last = keys[len(ids) - 1].tobytes() if len(ids) else b""
+        self._explain(task, namespace, request, asked=len(keys), known=len(known), last=last)
         if not len(new):
             return TaskStatus(0, TaskState.DONE if saved == len(keys) else TaskState.FAILED)
         self.tasks[task.task_id] = task
@@ -115,7 +116,14 @@ class Puts:
         self._desk.remember(task.task_id, state)
 
     def _explain(
-        self, task: PutTask, namespace: NamespaceId, request: str, *, asked: int, known: int
+        self,
+        task: PutTask,
+        namespace: NamespaceId,
+        request: str,
+        *,
+        asked: int,
+        known: int,
+        last: BlockKey,
     ) -> None:
         wanted = asked - known
         self._desk.decisions.add(
@@ -129,6 +137,7 @@ class Puts:
                 host_blocks=known,
                 taken_blocks=len(task.ids),
                 reason="all" if len(task.ids) == wanted else "no_room",
+                last_block=last.hex(),
             )
         )
 

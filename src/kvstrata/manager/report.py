@@ -34,6 +34,15 @@ class OperationReport(msgspec.Struct):
     within: list[int]
 
 
+class PinReport(msgspec.Struct):
+    """Blocks that an operator keeps from leaving."""
+
+    number: int  # for ``unpin``
+    namespace: str  # hex
+    blocks: int
+    seconds_left: float
+
+
 class CacheReport(msgspec.Struct):
     server_id: str
     tiers: list[TierReport]
@@ -43,4 +52,5 @@ class CacheReport(msgspec.Struct):
     namespaces: list[NamespaceReport]
     engines: list[dict[str, object]]
     operations: list[OperationReport] = []
-    pinned_blocks: int = 0  # by operators
+    pinned_blocks: int = 0  # the sum over *pins*: a block that is pinned twice counts twice
+    pins: list[PinReport] = []

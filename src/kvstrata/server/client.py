@@ -194,6 +194,10 @@ class ManagerClient:
         reply = self._ask(p.Pin(0, namespace, p.join_keys(keys), ttl_seconds), p.Pinned)
         return reply.number, reply.blocks
 
+    def pin_request(self, request: str, ttl_seconds: float) -> tuple[int, int]:
+        reply = self._ask(p.PinRequest(0, request, ttl_seconds), p.Pinned)
+        return reply.number, reply.blocks
+
     def unpin(self, number: int) -> bool:
         return bool(self._ask(p.Unpin(0, number), p.Number).value)
 

@@ -245,6 +245,10 @@ class Conversation:
         number, blocks = self._tiers().pin(namespace, keys, request.ttl_seconds)
         self._send(p.Pinned(request.seq, number, blocks))
 
+    def _on_pin_request(self, request: p.PinRequest) -> None:
+        number, blocks = self._tiers().pin_request(request.request, request.ttl_seconds)
+        self._send(p.Pinned(request.seq, number, blocks))
+
     def _on_unpin(self, request: p.Unpin) -> None:
         self._send(p.Number(request.seq, int(self._tiers().unpin(request.number))))
 
@@ -350,6 +354,7 @@ _HANDLERS: Final[dict[type, Callable[[Conversation, Any], None]]] = {
     p.Measured: Conversation._on_measured,
     p.Explain: Conversation._on_explain,
     p.Pin: Conversation._on_pin,
+    p.PinRequest: Conversation._on_pin_request,
     p.Unpin: Conversation._on_unpin,
     p.Workers: Conversation._on_workers,
     p.Ping: Conversation._on_ping,

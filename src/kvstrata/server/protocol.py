@@ -147,6 +147,14 @@ class Pin(msgspec.Struct, tag=True, array_like=True):
     ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
+class PinRequest(msgspec.Struct, tag=True, array_like=True):
+    """Keep the blocks of the prompt of *request* from leaving."""
+
+    seq: int
+    request: _Text
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
 class Unpin(msgspec.Struct, tag=True, array_like=True):
     seq: int
     number: _Count
@@ -180,6 +188,7 @@ Request = (
     | Measured
     | Explain
     | Pin
+    | PinRequest
     | Unpin
     | Workers
     | Ping
@@ -244,6 +253,8 @@ class Explained(msgspec.Struct, tag=True, array_like=True):
 
 
 class Pinned(msgspec.Struct, tag=True, array_like=True):
+    """Answers ``Pin`` and ``PinRequest``."""
+
     seq: int
     number: int  # for ``Unpin``; 0 if nothing was pinned
     blocks: int
