@@ -418,6 +418,8 @@ class Bench:
         return set(known(self.manager).values()) <= {0}
 
     def saved_keys(self) -> set[bytes]:
+        """Once the server has heard how every save ended: nobody waits for it to."""
+        eventually(lambda: not self.manager.stats().running_puts, "a save does not end")
         return set(known(self.manager))
 
     def check_saved_bytes(self, engine: Engine) -> int:
