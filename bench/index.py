@@ -34,6 +34,7 @@ TOKENS_PER_BLOCK: Final = (16, 32, 64, 256)
 BLOCKS: Final = (1_000, 100_000, 1_000_000, 10_000_000)
 SPACE: Final = b"bench-index".ljust(16)
 PEER_BLOCKS: Final = 1_000_000  # vLLM's manager takes minutes to fill with more
+MEMORY_PIECE: Final = 1 << 12  # blocks made at a time: their keys must not count
 LABELS: Final = ("operation", "side", "policy")
 
 Nanoseconds = list[int]
@@ -388,10 +389,10 @@ def measure_memory(blocks: int, policy: str) -> dict[str, Any]:
         "cost-aware": lambda: CostAware(blocks, PrefillCost(index.depth, 2000)),
     }
     policies = [make[policy](), make[policy]()]
-    root = np.tile(np.frombuffer(SPACE.ljust(48), np.uint8), (1 << 16, 1))
+    root = np.tile(np.frombuffer(SPACE.ljust(48), np.uint8), (MEMORY_PIECE, 1))
     rng = np.random.default_rng(0)
-    for start in range(0, blocks, 1 << 16):
-        rows = root[: min(1 << 16, blocks - start)].copy()
+    for start in range(0, blocks, MEMORY_PIECE):
+        rows = root[: min(MEMORY_PIECE, blocks - start)].copy()
         first = 1 if start == 0 else 0  # the root itself
         rows[first:, 16:] = random_prompts(1, len(rows) - first, seed=start)[0]
         ids = index.insert_stored(rows, root[: len(rows)], np.arange(len(rows)) >= first)

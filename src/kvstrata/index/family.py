@@ -31,7 +31,11 @@ class Family:
         """New blocks, all different, each under the one in *above*, if any."""
         self._parent[index] = above
         self._children[index] = 0
-        np.add.at(self._children, above[above != ABSENT].astype(np.intp), _ONE)
+        parents = as_index(above[above != ABSENT])
+        if isinstance(parents, slice):
+            self._children[parents] += _ONE
+        else:
+            np.add.at(self._children, parents, _ONE)
 
     def hang_stored(self, ids: BlockIds, above: BlockIds, depth: NDArray[np.int32]) -> None:
         """``hang`` for blocks of any prompts, parents before children; their depths into *depth*.
