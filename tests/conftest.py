@@ -24,13 +24,15 @@ def pytest_configure() -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     cores = sorted(os.sched_getaffinity(0))[:4]
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is not None:  # engines that run side by side take turns at their cores: minutes
-        cores = [cores[int(worker.removeprefix("gw")) % len(cores)]]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     # vLLM's own choice differs with and without a connector, and with it the order of sums.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    else:  # has its parent's; engines that run side by side would take turns at their cores
+        core = cores[int(worker.removeprefix("gw")) % len(cores)]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
 
 
 @pytest.fixture(autouse=True, scope="session")

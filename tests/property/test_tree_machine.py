@@ -213,16 +213,25 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(most=st.integers(0, 4))
     def reap(self, most: int) -> None:
         idle = [b for b in self.retired if not b.leases and not b.where & (ARRIVING | WRITING)]
-        reaped = self.index.reap(most).tolist()
+        reaped = self.reaped(most)
         assert len(reaped) <= most
         assert len(set(reaped)) == len(reaped)
         assert set(reaped) <= {b.block_id for b in idle}
         if most >= 1 and idle:
-            again = set(reaped) | set(self.index.reap(CAPACITY).tolist())
-            again |= set(self.index.reap(CAPACITY).tolist())
+            again = {*reaped, *self.reaped(CAPACITY), *self.reaped(CAPACITY)}
             assert again == {b.block_id for b in idle}
             reaped = list(again)
         self.retired = [b for b in self.retired if b.block_id not in reaped]
+
+    def reaped(self, most: int) -> list[int]:
+        left: list[int] = []
+
+        def leave(ids: BlockIds) -> None:
+            assert len(self.index.fingerprints(ids)) == len(ids), "they are gone already"
+            left.extend(ids.tolist())
+
+        assert self.index.reap(most, leave) == len(left)
+        return left
 
     @rule(space=spaces, path=paths)
     def find(self, space: bytes, path: Path) -> None:

@@ -205,6 +205,21 @@ def test_save_of_what_is_on_a_dead_disk_can_be_given_up(manager: KVManager) -> N
     assert load(manager, ALICE, asked) == contents(ALICE, asked)
 
 
+@pytest.mark.parametrize("ended", ["fail", "complete", "cancel"])
+def test_reset_while_what_is_on_a_dead_disk_is_saved_again_leaves_nothing(
+    manager: KVManager, ended: str
+) -> None:
+    files = switch_off(manager)
+    saving = manager.put_match(ALICE, keys(0, 0, 0, 0))
+    if ended != "cancel":
+        manager.launch([saving.task_id])
+    repair(manager, files)
+    manager.reset(ALICE)
+    getattr(manager, ended)([saving.task_id])
+    assert manager._cache.index.retired_blocks == 0
+    assert [tier.used_blocks for tier in manager.stats().tiers] == [0, 0]
+
+
 def test_block_that_is_being_saved_is_not_read_from_a_disk_that_is_back(
     manager: KVManager,
 ) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from tests.caches import (
 )
 
 from kvstrata.core.errors import ConfigError, FormatError, InvariantViolated, TierUnavailable
+from kvstrata.core.types import BlockKey
 from kvstrata.manager import desk
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState, TaskStatus
@@ -852,3 +854,34 @@ def test_report_says_what_there_is(managers: list[KVManager], tmp_path: Path) ->
     ]
     manager.disconnect(engine)
     assert manager.stats().engines == []
+
+
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "cost"])
+def test_reset_while_blocks_that_have_to_leave_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eviction: str
+) -> None:
+    settings = config(40, tmp_path, 256, eviction=eviction, write="evicted")
+    manager = KVManager(settings, block_bytes=BLOCK_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._lower["disk"], "_take", lambda: None)
+        for prompt in range(12):
+            save(manager, ALICE, keys(*[prompt] * 4))
+        manager.reset(ALICE)
+        manager.check()
+
+    def is_kept(asked: list[BlockKey]) -> bool:
+        save(manager, BOB, asked)  # for which others may have to be written first
+        return load(manager, BOB, asked) == contents(BOB, asked)
+
+    for prompt in range(12):
+        eventually(partial(is_kept, keys(*[prompt] * 4)), "nothing can be saved any more")
+    manager.check()
+    manager.close()
+
+
+def test_lookups_that_find_nothing_leave_nothing_behind(tmp_path: Path) -> None:
+    manager = KVManager(config(8, tmp_path), block_bytes=BLOCK_BYTES)
+    for prompt in range(10):
+        assert manager.get_match(ALICE, keys(prompt)).task_id == 0
+    assert manager._cache._host._touched == manager._cache._disk._touched == []
+    manager.close()

@@ -261,9 +261,17 @@ def test_request_is_known_by_the_name_that_its_client_has(roomy: KVManager) -> N
     ]
     assert [each.request for each in roomy.explain("cmpl-7-0")] == ["cmpl-7-0-12ab34cd"]
     assert [each.request for each in roomy.explain("cmpl-70")] == ["cmpl-70"]
-    assert roomy.explain("cmpl-7-") == []
+    assert roomy.explain("cmpl-7-") == roomy.explain("cmpl") == roomy.explain("c") == []
     assert roomy.pin_request("cmpl-7", 60.0) == (1, 2)
     assert pinned(roomy) == set(keys(2, 3))
+
+
+def test_name_that_another_goes_on_from_is_its_own(roomy: KVManager) -> None:
+    saves(roomy, "chatcmpl-job-1-12ab34cd", keys(1))
+    saves(roomy, "chatcmpl-job-1-2-56ef7890", keys(2))
+    assert [each.request for each in roomy.explain("chatcmpl-job-1")] == ["chatcmpl-job-1-12ab34cd"]
+    assert roomy.pin_request("chatcmpl-job-1", 60.0) == (1, 1)
+    assert pinned(roomy) == set(keys(1))
 
 
 def test_requests_without_a_name_have_none(roomy: KVManager) -> None:

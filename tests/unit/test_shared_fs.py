@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.strangers import needs_root, stranger
 
 from kvstrata.core.errors import ConfigError, FormatError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage.shared_fs import SharedFsStore, Times
+from kvstrata.storage.shared_fs_directory import check_directory, open_directory
 from kvstrata.storage.store import Store
 from kvstrata.testing import StoreConformance, Traits
 
@@ -557,10 +560,10 @@ class TestLeftovers:
             block_file(path, 1).with_name(block_file(path, 1).name + ".bak"),
             path / "blocks" / "notes" / "00" / ("a" * 64),
         ]
-        for stranger in strangers:
-            stranger.parent.mkdir(parents=True, exist_ok=True)
-            stranger.write_bytes(b"x" * 100_000)
-            os.utime(stranger, (0, 0))
+        for foreign in strangers:
+            foreign.parent.mkdir(parents=True, exist_ok=True)
+            foreign.write_bytes(b"x" * 100_000)
+            os.utime(foreign, (0, 0))
         folder = block_file(path, 1).with_name("b" * 64)
         folder.mkdir()
         store.sweep()
@@ -569,3 +572,18 @@ class TestLeftovers:
         store.sweep()
         assert [p.name for p in path.rglob("*") if p.name in {"README", "a" * 64}]
         assert len([p for p in path.rglob("*") if p.is_file() and p.stat().st_size == 100_000]) == 3
+
+
+@needs_root
+def test_directory_can_be_made_where_nobody_may_look() -> None:
+    """As in a mount where everybody may write, and only its owner lists."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o1733)
+
+        def check_and_open() -> str:
+            check_directory(Path(name) / "store")
+            open_directory(Path(name) / "store", 4096, "unique")
+            return "made"
+
+        with stranger(check_and_open) as answer:
+            assert answer == "made"

@@ -1,6 +1,6 @@
 """The hash-linked prefix tree: which blocks exist, where, and who depends on them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Final
 
@@ -210,24 +210,24 @@ class PrefixIndex:
         """Calls of ``reap`` after which every block was looked at."""
         return self.capacity // (_REAP_PIECE * _REAP_PIECES) + 1
 
-    def reap(self, max_blocks: int) -> BlockIds:
-        """Remove some entries of retired namespaces; their ids, for the caller to free their slots.
+    def reap(self, max_blocks: int, leave: Callable[[BlockIds], None]) -> int:
+        """Remove some entries of retired namespaces, after *leave* was called with their ids.
 
-        At most *max_blocks*, and at most so many as a bounded search finds: ask again as long as
-        there are ``retired_blocks``. Leased blocks, and those that are being written or read, are
-        left for later. The columns of the ids stay readable until the next insertion.
+        How many: at most *max_blocks*, and at most what a bounded search finds. Ask again as long
+        as there are ``retired_blocks``. Leased blocks, and those that are being written or read, are
+        left for later.
         """
-        found = [np.empty(0, np.int32)]
+        missing = max_blocks
         for _ in range(_REAP_PIECES):
-            missing = max_blocks - sum(map(len, found))
             if not self._retired or missing <= 0:
                 break
             end = min(self._cursor + _REAP_PIECE, self.capacity)
             ids = self._reapable(self._cursor, end)
             self._cursor = int(ids[missing]) if len(ids) > missing else end % self.capacity
-            found.append(ids[:missing])
+            leave(ids[:missing])
             self._remove(ids[:missing])
-        return np.concatenate(found)
+            missing -= len(ids[:missing])
+        return max_blocks - missing
 
     def store_keys(self, ids: BlockIds) -> list[StoreKey]:
         """The keys of *ids* with their namespaces before them."""

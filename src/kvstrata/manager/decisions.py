@@ -1,12 +1,16 @@
 """The latest decisions, for ``kvstrata inspect --explain``."""
 
 import itertools
+import re
 from collections import deque
 from typing import Final, Literal
 
 import msgspec
 
 _KEPT: Final = 4096
+# Nothing; what makes a name unique (``InputProcessor.assign_request_id``); the number of a prompt of
+# several, and that.
+_ADDED: Final = ("", "-[0-9a-f]{8}", "-[0-9]+-[0-9a-f]{8}")
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -40,15 +44,17 @@ class Decisions:
     def of(self, request: str) -> list[Decision]:
         """Those for *request*, oldest first.
 
-        If there are none, those for all requests whose names go on from it with a hyphen: an engine
-        adds to the name that its client knows, a number for each prompt, and what makes it unique.
+        vLLM adds to the name that its client knows: see ``_ADDED``.
         """
         if not request:
             return []
-        named = [decision for decision in self._kept if decision.request == request]
-        if named:
-            return named
-        return [d for d in self._kept if d.request.startswith(f"{request}-")]
+        alike = [decision for decision in self._kept if decision.request.startswith(request)]
+        for added in _ADDED:
+            name = re.compile(re.escape(request) + added)
+            named = [decision for decision in alike if name.fullmatch(decision.request)]
+            if named:
+                return named
+        return []
 
     def latest(self, count: int) -> list[Decision]:
         start = max(0, len(self._kept) - count)

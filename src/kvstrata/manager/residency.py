@@ -153,9 +153,7 @@ class Residency:
         self._host.catch_up()
         self._disk.catch_up()
         self.index.unlease(ids)
-        forgotten = self.index.is_retired(ids)
-        if forgotten.any():
-            self._bury(ids[forgotten & (self.index.leases[ids] == 0)])
+        self._bury_forgotten(ids)
         self.index.settle(ids)
 
     def places(self, ids: BlockIds) -> tuple[int, int]:
@@ -225,6 +223,7 @@ class Residency:
         slots: Slots = self.index.host_slot[ids]
         self.index.host_slot[ids] = NO_SLOT
         self.index.clear_where(ids, WRITING)
+        self._bury_forgotten(ids)
         self.index.settle(ids)
         return slots
 
@@ -317,9 +316,7 @@ class Residency:
 
         Looks at a part of the index only: ``reap_calls`` times 0 means that there is nothing.
         """
-        ids = self.index.reap(_REAP_BLOCKS)
-        self._leave_tiers(ids)
-        return len(ids)
+        return self.index.reap(_REAP_BLOCKS, self._leave_tiers)
 
     @property
     def reap_calls(self) -> int:
@@ -427,6 +424,12 @@ class Residency:
             if writes.when == "evicted" and not writes.stopped:
                 lacking |= ~self.has(ids, BIT[tier])
         return lacking
+
+    def _bury_forgotten(self, ids: BlockIds) -> None:
+        """``_bury`` those of *ids* that are forgotten and not leased."""
+        forgotten = self.index.is_retired(ids)
+        if forgotten.any():
+            self._bury(ids[forgotten & (self.index.leases[ids] == 0)])
 
     def _bury(self, ids: BlockIds) -> None:
         """Forgotten blocks that nobody uses any more leave every tier; ``settle`` them then."""

@@ -1,6 +1,7 @@
 """Who leaves a tier first, where some namespaces may only have a part of it. Not thread-safe."""
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -8,6 +9,8 @@ from kvstrata.core.keys import BlockIds
 from kvstrata.core.types import NamespaceId
 from kvstrata.index.policies import EvictionPolicy, MayLeave
 from kvstrata.index.tree import PrefixIndex
+
+_MOST_PUT_OFF: Final = 256  # lookups
 
 
 class Shares:
@@ -70,7 +73,10 @@ class Shares:
 
     def touch(self, ids: BlockIds) -> None:
         """Is put off: a lookup need not wait for it. It counts in all that is asked later."""
-        self._touched.append(ids)
+        if len(ids):
+            self._touched.append(ids)
+        if len(self._touched) > _MOST_PUT_OFF:
+            self.catch_up()
 
     def catch_up(self) -> None:
         """Do what was put off."""

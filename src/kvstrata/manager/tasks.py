@@ -135,7 +135,7 @@ class GetTask:
 
 @dataclass(slots=True, eq=False)
 class PutTask:
-    """Reserved slots for blocks that are in no tier yet: ``slots[i]`` is for block ``ids[i]``."""
+    """Reserved slots for blocks that have to be saved: ``slots[i]`` is for block ``ids[i]``."""
 
     task_id: int
     owner: int

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ _MARKER: Final = struct.Struct("<8sIIQ")
 _SEALED_BYTES: Final = _MARKER.size + DIGEST_BYTES
 _SHARD_DIGITS: Final = 2
 _NOT_OURS_TO_MIND: Final = {"lost+found", ".snapshot"}
+_ALL: Final = os.R_OK | os.W_OK | os.X_OK
 _BLOCK_NAME: Final = re.compile(rf"[0-9a-f]{{{2 * BLOCK_KEY_BYTES}}}")
 _NAMESPACE_NAME: Final = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}")
 _TEMPORARY_NAME: Final = re.compile(rf"{_BLOCK_NAME.pattern}\.[0-9a-f]+-\d+\.tmp")
@@ -98,10 +100,10 @@ def check_directory(path: Path) -> None:
     """Raise what ``open_directory`` would whatever the block size, without changing anything."""
     with _told(path):
         if not path.exists():
-            _refuse_closed(path.parent)
+            _refuse_closed(path.parent, os.W_OK | os.X_OK)
             return
         _refuse_foreign(path)
-        _refuse_closed(path)
+        _refuse_closed(path, _ALL)
         if os.path.exists(Names(path).marker):
             _read_marker(Names(path).marker)
 
@@ -124,7 +126,7 @@ def _open(path: Path, block_bytes: int, unique: str) -> Names:
         path.mkdir(mode=0o700)
     names = Names(path)
     _refuse_foreign(path)
-    _refuse_closed(path)
+    _refuse_closed(path, _ALL)
     if not os.path.exists(names.marker):
         _make_marker(names, block_bytes, unique)
     _check_marker(names.marker, block_bytes)
@@ -134,9 +136,10 @@ def _open(path: Path, block_bytes: int, unique: str) -> Names:
     return names
 
 
-def _refuse_closed(path: Path) -> None:
-    os.scandir(path).close()  # raises unless it is a directory
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+def _refuse_closed(path: Path, needed: int) -> None:
+    if not stat.S_ISDIR(path.stat().st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if not os.access(path, needed):
         raise PermissionError(errno.EACCES, "not readable and writable by this user", str(path))
 
 
