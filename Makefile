@@ -29,7 +29,7 @@ demo: .venv ## See the cache work, in a few minutes
 
 PROCESSES ?= 2
 test: lint ## Every check: lint, then the whole test suite, in PROCESSES (2) at a time
-	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile
+	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: .venv ## Static checks
 	$(BIN)/ruff check

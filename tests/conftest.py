@@ -35,6 +35,12 @@ def pytest_configure() -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
 
 
+@pytest.hookimpl(trylast=True)  # after the shuffle
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with engines first: they take minutes, and others fill the gap at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _workers_that_are_gone_write_nothing() -> Iterator[None]:
     """In this process: their slots need not be kept for a while."""

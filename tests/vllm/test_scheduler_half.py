@@ -417,9 +417,21 @@ class Bench:
             engine.half._link.tick()
         return set(known(self.manager).values()) <= {0}
 
+    def hears(self) -> None:
+        """The server hears how every load and save ended, which no engine waits for."""
+
+        def all_is_heard() -> bool:
+            report = self.manager.stats()
+            return not report.running_gets and not report.running_puts
+
+        eventually(all_is_heard, "a load or a save does not end")
+
+    def counters(self) -> dict[str, int]:
+        self.hears()
+        return self.manager.counters.snapshot()
+
     def saved_keys(self) -> set[bytes]:
-        """Once the server has heard how every save ended: nobody waits for it to."""
-        eventually(lambda: not self.manager.stats().running_puts, "a save does not end")
+        self.hears()
         return set(known(self.manager))
 
     def check_saved_bytes(self, engine: Engine) -> int:
@@ -545,11 +557,11 @@ def test_all_schedulers_save_the_same_blocks(folder: Path) -> None:
 def test_second_request_of_a_prompt_saves_nothing_again(bench: Bench) -> None:
     engine = bench.engine()
     engine.serve("a", prompt(1, 64), 2)
-    saved = bench.manager.counters.snapshot()["kvstrata_saved_blocks_total"]
+    saved = bench.counters()["kvstrata_saved_blocks_total"]
     engine.serve("b", prompt(1, 64), 2)
     engine.forget_device()
     engine.serve("c", prompt(1, 64), 2)
-    assert bench.manager.counters.snapshot()["kvstrata_saved_blocks_total"] == saved == 8
+    assert bench.counters()["kvstrata_saved_blocks_total"] == saved == 8
 
 
 @MODES
@@ -580,7 +592,7 @@ def test_loaded_pages_are_what_the_forward_had_written(
     for page in engine.runner.pages:
         page[:] = 0xEE
     assert engine.serve("b", prompt(1, 83), 5) == 80
-    assert bench.manager.counters.snapshot()["kvstrata_loaded_blocks_total"] == 10
+    assert bench.counters()["kvstrata_loaded_blocks_total"] == 10
 
 
 def test_another_engine_loads_what_the_first_has_saved(bench: Bench) -> None:
@@ -634,7 +646,7 @@ def test_hooks_called_again_and_again_change_nothing(bench: Bench) -> None:
     connector.update_state_after_alloc = allocated_twice
     assert engine.serve("b", prompt(1, 60), 2) == 56
     assert [set(answer) for answer in answers] == [{(56, True)}]
-    assert bench.manager.counters.snapshot()["kvstrata_loaded_blocks_total"] == 7
+    assert bench.counters()["kvstrata_loaded_blocks_total"] == 7
 
 
 def test_reset_makes_nothing_found(bench: Bench) -> None:
@@ -778,7 +790,7 @@ def test_any_traffic_gives_right_tokens_from_right_pages(
         for name, tokens in wanted.items():
             if name not in aborted:
                 assert list(engine.requests[name].output_token_ids) == tokens
-        assert bench.manager.counters.snapshot()["kvstrata_loaded_blocks_total"] > 20
+        assert bench.counters()["kvstrata_loaded_blocks_total"] > 20
 
 
 # -- servers that are slow or gone ---------------------------------------------------------------
@@ -881,7 +893,7 @@ def test_failed_loads_are_computed_instead(bench: Bench, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(copier, "copy_to_device", broken)
         engine.serve("b", prompt(1, 60), 2)
-    assert bench.manager.counters.snapshot()["kvstrata_failed_loads_total"] == 1
+    assert bench.counters()["kvstrata_failed_loads_total"] == 1
     engine.forget_device()
     engine.serve("c", prompt(1, 60), 2)
     engine.forget_device()
