@@ -53,7 +53,7 @@ class KeyTable:
         if not 0 <= capacity <= _MAX_CAPACITY:
             raise ValueError(f"a table of {capacity} keys; at most {_MAX_CAPACITY}")
         self.capacity = capacity
-        bits = max(1, (3 * capacity // 2).bit_length())  # chains of two thirds of an id at most
+        bits = max(1, (2 * capacity).bit_length())  # chains of half an id at most
         self._links = np.full(capacity + (1 << bits), ABSENT, np.int32)
         self._words = np.zeros((max(1, capacity), 4), np.uint64)  # one row to look at, at least
         self._rows = self._words.view(_ROW).ravel()  # the same, moved faster
