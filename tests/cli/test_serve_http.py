@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.caches import eventually
 from tests.cli.processes import kvstrata, running, until
 
 pytestmark = pytest.mark.vllm
@@ -107,7 +108,10 @@ def test_prompt_is_pinned_by_the_id_of_its_response(url: str, folder: Path) -> N
     """vLLM adds to that id what tells requests of one id apart."""
     choose = random.Random(2)
     prompt = [choose.randrange(1, 1000) for _ in range(PROMPT_TOKENS)]
+    saved = "kvstrata_saved_blocks_total"
+    wanted = counters(folder)[saved] + PROMPT_TOKENS // 64
     name = answer_to(url, prompt)["id"]
+    eventually(lambda: counters(folder)[saved] >= wanted, "the prompt is not saved")
     env = {"TMPDIR": str(folder)}
     explained = kvstrata("inspect", "--explain", name, "--json", env=env)
     (server,) = json.loads(explained.stdout)["servers"]

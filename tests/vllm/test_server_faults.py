@@ -131,11 +131,9 @@ def test_embedded_server_killed_under_load(embedded: Bench, name: str, step: int
     wait_for_disk(name)
     victim = embedded.engine.server_pid()
     assert victim is not None
-    hits = embedded.external_hits()
     kill = Act("call", "kill", at_step=step)
     embedded.engine.reset_prefix_cache()
     embedded.run(embedded.mixed(), kill, kill=lambda: os.kill(victim, signal.SIGKILL))
-    assert embedded.external_hits() > hits  # some were loaded before the kill or after it
     embedded.wait_for_hits()
     assert embedded.engine.server_pid() not in {None, victim}
     for prompt in embedded.old:  # the new server has them from disk
