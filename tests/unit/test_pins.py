@@ -126,10 +126,19 @@ def test_no_more_than_a_half_can_be_pinned(manager: KVManager) -> None:
     with pytest.raises(LimitExceeded, match="no more may be pinned: 2 blocks are, in 1 pins"):
         manager.pin(ALICE, keys(1), 60.0)
     assert manager.pin(BOB, keys(1), 60.0) == (0, 0)
-    manager.reset(ALICE)
-    manager.check()
-    assert manager.unpin(1)
-    assert manager.stats().tiers[0].used_blocks == 0
+
+
+def test_reset_ends_the_pins_of_its_namespace(roomy: KVManager) -> None:
+    """What nobody can find any more would keep its slots until the time of the pin is up."""
+    for namespace in (ALICE, BOB):
+        save(roomy, namespace, keys(1, 2))
+        roomy.pin(namespace, keys(1, 2), 60.0)
+    roomy.reset(ALICE)
+    roomy.check()
+    report = roomy.stats()
+    assert ([pin.number for pin in report.pins], report.tiers[0].used_blocks) == ([2], 2)
+    assert not roomy.unpin(1)
+    assert load(roomy, BOB, keys(1, 2)) == contents(BOB, keys(1, 2))
 
 
 def test_number_of_pins_is_bounded(roomy: KVManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,10 +378,11 @@ class KVManager:
     def reset(self, namespace: NamespaceId) -> int:
         """Forget every block of *namespace*, below host memory durably so; how many were known.
 
-        Blocks that are being saved at this moment will not become visible. On ``TierUnavailable``
+        Its pins end. Blocks that are being saved at this moment will not become visible. On ``TierUnavailable``
         none is found either, but it could be after a restart; the drop is tried until it succeeds.
         """
         with self._gets.settling() as settling:
+            self._pins.forget(namespace)
             settling.tasks.update(self._gets.forget(namespace))
             dropped = self._cache.forget(namespace)
             for lower in self._lower.values():

@@ -71,6 +71,11 @@ class Pins:
             self._cache.unlease(pin.ids)
         return pin is not None
 
+    def forget(self, namespace: NamespaceId) -> None:
+        """End the pins of *namespace*, whose blocks nobody is to find any more."""
+        for number in [n for n, pin in self._pins.items() if pin.namespace == namespace]:
+            self.remove(number)
+
     def expire(self) -> None:
         now = time.monotonic()
         if now < self._first_deadline:
