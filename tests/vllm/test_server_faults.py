@@ -131,6 +131,7 @@ def test_embedded_server_killed_under_load(embedded: Bench, name: str, step: int
     wait_for_disk(name)
     victim = embedded.engine.server_pid()
     assert victim is not None
+    assert embedded.hits_of(embedded.old[0]) == _whole_blocks(embedded.old[0])
     kill = Act("call", "kill", at_step=step)
     embedded.engine.reset_prefix_cache()
     embedded.run(embedded.mixed(), kill, kill=lambda: os.kill(victim, signal.SIGKILL))
