@@ -238,7 +238,7 @@ def test_a_setting_of_a_tier_that_stands_alone_gets_the_list_to_write_it_in() ->
         "unknown setting 'KVSTRATA_WRITE' (from environment KVSTRATA_WRITE)\n"
         "  hint: write is a setting of a tier (disk, shared): give `tiers` as a list, in a file "
         "or in kv_connector_extra_config, for example tiers: [{kind: host}, {kind: disk, "
-        "paths: /var/cache/kv, capacity: 200GiB, write: reused}]"
+        "paths: /var/cache/kv, capacity: 200GiB, write: reused:2}]"
     )
 
 

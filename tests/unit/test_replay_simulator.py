@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.traces import prompt, spool
 
-from kvstrata.core.tiers import Eviction, WriteWhen
+from kvstrata.core.tiers import Eviction
+from kvstrata.core.write_rule import WriteRule, WriteWhen
 from kvstrata.replay.belady import find_optimum
 from kvstrata.replay.cost import Costs, Rates
 from kvstrata.replay.hashing import chain
@@ -33,9 +34,11 @@ COSTS = Costs(RATES, tokens_per_block=10, block_bytes=BLOCK_BYTES)
 
 
 def plan(
-    host: int, disk: int = 0, policy: Eviction = "lru", write: WriteWhen = "saved"
+    host: int, disk: int = 0, policy: Eviction = "lru", write: WriteWhen = "saved", reuses: int = 1
 ) -> CachePlan:
-    return CachePlan(policy, Sizes(host * BLOCK_BYTES, disk * BLOCK_BYTES), write)
+    return CachePlan(
+        policy, Sizes(host * BLOCK_BYTES, disk * BLOCK_BYTES), WriteRule(write, reuses)
+    )
 
 
 def chained(ids: Sequence[int]) -> Request:
@@ -94,6 +97,13 @@ def test_blocks_that_are_used_once_are_not_written_when_only_reused_ones_are() -
     outcome = run([[1, 2], [3, 4], [3], [5, 6], [7, 8], [3, 4]], plan(4, disk=10, write="reused"))
     assert outcome.written == 1
     assert outcome.disk_hits == 1
+
+
+def test_blocks_are_written_when_they_were_found_often_enough() -> None:
+    trace = [[1], [2], [1], [2], [1]]
+    for reuses, written in ((1, 2), (2, 1), (3, 0)):
+        tried = plan(4, disk=10, write="reused", reuses=reuses)
+        assert run(trace, tried).written == written
 
 
 def test_blocks_are_written_when_they_leave_host_memory_at_the_latest() -> None:

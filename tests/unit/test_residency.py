@@ -8,7 +8,7 @@ from tests.caches import ALICE, BLOCK_BYTES, BOB, key
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import ABSENT, BlockIds, as_key_array
-from kvstrata.core.tiers import WriteWhen
+from kvstrata.core.write_rule import WriteRule
 from kvstrata.index import tree
 from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
 from kvstrata.index.policies import LRU
@@ -19,16 +19,16 @@ from kvstrata.storage.host import HostMemory
 
 class Bench:
     def __init__(
-        self, slots: int, disk_blocks: int, when: WriteWhen = "saved", *, remote: bool = False
+        self, slots: int, disk_blocks: int, rule: WriteRule | None = None, *, remote: bool = False
     ) -> None:
         self.memory = HostMemory(
             capacity_bytes=slots * 4096, block_bytes=BLOCK_BYTES, server_id=b"s"
         )
         self.counters = Counters()
         self.woken: list[str] = []
-        write: dict[LowerTier, WriteWhen] = {"disk": when} if disk_blocks else {}
+        write: dict[LowerTier, WriteRule] = {"disk": rule or WriteRule()} if disk_blocks else {}
         if remote:
-            write["remote"] = "saved"
+            write["remote"] = WriteRule()
         self.cache = Residency(
             self.memory,
             self.counters,
@@ -273,7 +273,7 @@ def test_no_disk_no_waiting() -> None:
 
 
 def test_what_is_asked_for_once_is_not_written_if_so_wished() -> None:
-    bench = Bench(slots=4, disk_blocks=4, when="reused")
+    bench = Bench(slots=4, disk_blocks=4, rule=WriteRule("reused"))
     a, b = bench.put(1), bench.put(2)
     assert bench.cache.unwritten("disk") == 0
     bench.cache.touch(b)
@@ -285,8 +285,26 @@ def test_what_is_asked_for_once_is_not_written_if_so_wished() -> None:
     bench.memory.close()
 
 
+def test_what_is_found_too_seldom_is_not_written_if_so_wished() -> None:
+    bench = Bench(slots=2, disk_blocks=4, rule=WriteRule("reused", 3))
+    a, b = bench.put(1), bench.put(2)
+    for finds, written in ((1, []), (2, []), (3, a.tolist()), (4, [])):
+        bench.cache.touch(a)
+        assert bench.cascade().tolist() == written, finds
+    bench.cache.touch(b)
+    bench.cache.drop_from_host(b)
+    b = bench.put(2)  # it has come again, and nobody has found it since
+    bench.cache.touch(b)
+    bench.cache.touch(b)
+    assert bench.cache.unwritten("disk") == 0
+    for _ in range(300):
+        bench.cache.touch(np.concatenate([a, b]))
+    assert bench.cascade().tolist() == b.tolist()
+    bench.memory.close()
+
+
 def test_written_before_it_leaves_if_so_wished() -> None:
-    bench = Bench(slots=2, disk_blocks=4, when="evicted")
+    bench = Bench(slots=2, disk_blocks=4, rule=WriteRule("evicted"))
     a, b = bench.put(1), bench.put(2)
     assert (bench.woken, bench.cache.unwritten("disk")) == ([], 0)
     assert len(bench.cache.take_slots(ALICE, 1)) == 0  # the oldest has to be written first
@@ -300,7 +318,7 @@ def test_written_before_it_leaves_if_so_wished() -> None:
 
 
 def test_parents_leave_after_they_were_written_though_their_children_are_below() -> None:
-    bench = Bench(slots=3, disk_blocks=9, when="evicted")
+    bench = Bench(slots=3, disk_blocks=9, rule=WriteRule("evicted"))
     parent = None
     for name in range(3):
         parent = bench.put(name, parent)
@@ -317,7 +335,7 @@ def test_parents_leave_after_they_were_written_though_their_children_are_below()
 
 
 def test_host_memory_turns_over_while_a_tier_that_is_written_late_is_away() -> None:
-    bench = Bench(slots=1, disk_blocks=4, when="evicted")
+    bench = Bench(slots=1, disk_blocks=4, rule=WriteRule("evicted"))
     bench.put(1)
     bench.cache.stop_writing("disk", True)
     assert bench.slot(bench.put(2)) == 0
@@ -326,7 +344,7 @@ def test_host_memory_turns_over_while_a_tier_that_is_written_late_is_away() -> N
 
 
 def test_late_blocks_are_written_at_the_end() -> None:
-    bench = Bench(slots=2, disk_blocks=4, when="evicted")
+    bench = Bench(slots=2, disk_blocks=4, rule=WriteRule("evicted"))
     block = bench.put(1)
     bench.cache.write_late_blocks()
     assert bench.cascade().tolist() == block.tolist()

@@ -37,7 +37,7 @@ def replay(  # noqa: PLR0913 - each is an option
     disk: o.Disk = None,
     device: o.Device = None,
     policy: o.Policies = "lru",
-    disk_write: o.DiskWrite = o.WriteWhenName.SAVED,
+    disk_write: o.DiskWrite = "saved",
     sweep: o.Sweep = None,
     goal: o.Goal = 0.8,
     trace_format: o.Format = o.FormatName.AUTO,
@@ -75,12 +75,14 @@ def replay(  # noqa: PLR0913 - each is an option
     with reported():
         from kvstrata.cli.replay_report import Report
         from kvstrata.core.units import parse_bytes
+        from kvstrata.core.write_rule import parse_write_rule
         from kvstrata.replay.cost import Costs, Model, Rates
         from kvstrata.replay.formats import Reading, parse_labels
         from kvstrata.replay.simulator import CachePlan
 
         if plot is not None:
             _check_plot(plot, sweep)
+        rule = parse_write_rule(disk_write)
         token_bytes = None if kv_bytes_per_token is None else parse_bytes(kv_bytes_per_token)
         model = Model(layers, kv_heads, head_size, dtype, mla, token_bytes)
         rates = Rates(prefill_rate, attention_tokens, host_gbps * _GIGA, disk_gbps * _GIGA)
@@ -92,7 +94,7 @@ def replay(  # noqa: PLR0913 - each is an option
         costs = Costs(rates, opened.tokens_per_block, _block_bytes(opened, model))
         sizes = _sizes(host, disk, sweep or [], costs)
         runs: list[Run] = [
-            CachePlan(name, each, disk_write.value) for each in sizes for name in _policies(policy)
+            CachePlan(name, each, rule) for each in sizes for name in _policies(policy)
         ]
         runs += sizes  # the optimum
         cores = len(os.sched_getaffinity(0))

@@ -34,7 +34,6 @@ __all__ = [
     "TokenBytes",
     "TraceArgument",
     "WorkDir",
-    "WriteWhenName",
 ]
 
 _TRACE: Final = "The trace"
@@ -51,14 +50,6 @@ class FormatName(StrEnum):
     MOONCAKE = "mooncake"
     TIMED = "timed"
     KVSTRATA = "kvstrata"
-
-
-class WriteWhenName(StrEnum):
-    """When a block of host memory goes to disk."""
-
-    SAVED = "saved"
-    REUSED = "reused"
-    EVICTED = "evicted"
 
 
 TraceArgument = Annotated[
@@ -133,10 +124,12 @@ Policies = Annotated[
     ),
 ]
 DiskWrite = Annotated[
-    WriteWhenName,
+    str,
     typer.Option(
         "--disk-write",
-        help="When blocks go to disk: saved, found again, or evicted from host memory.",
+        metavar="WHEN",
+        help="When blocks of host memory go to disk: saved, evicted, reused, or reused:2 for what "
+        "is found twice.",
         rich_help_panel=_CACHE,
     ),
 ]

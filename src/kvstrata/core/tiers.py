@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import order_fault, parse_pipeline, tier_kind
 from kvstrata.core.units import parse_bytes
+from kvstrata.core.write_rule import parse_write_rule
 
 __all__ = [
     "Count",
@@ -62,16 +63,24 @@ Evicting = Annotated[
         examples=["s3fifo"],
     ),
 ]
-WriteWhen = Literal["saved", "reused", "evicted"]
+
+
+def _write_rule(text: str) -> str:
+    parse_write_rule(text)
+    return text
+
+
 Writing = Annotated[
-    WriteWhen,
+    str,
+    AfterValidator(_write_rule),
     Field(
         description=(
             "When a block of host memory is written to this tier. `saved`: at once, so that most "
-            "survives a crash. `reused`: when it is found for the first time, so that what is "
-            "asked for once is never written. `evicted`: before it leaves host memory."
+            "survives a crash. `reused`: when it is found in host memory, so that what is asked "
+            "for once is never written; `reused:2` when it is found there twice. `evicted`: before "
+            "it leaves host memory."
         ),
-        examples=["reused"],
+        examples=["reused:2"],
     ),
 ]
 

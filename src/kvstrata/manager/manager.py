@@ -10,13 +10,14 @@ from typing import Literal
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
-from kvstrata.core.tiers import DiskTier, WriteWhen
+from kvstrata.core.tiers import DiskTier
 from kvstrata.core.types import (
     EXACT,
     BlockFormat,
     BlockKey,
     NamespaceId,
 )
+from kvstrata.core.write_rule import WriteRule, parse_write_rule
 from kvstrata.index.policies import EvictionPolicy
 from kvstrata.index.tree import PrefixIndex
 from kvstrata.manager.cascade import Cascade
@@ -117,13 +118,14 @@ class KVManager:
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
             ).start()
 
-    def _written_tiers(self, config: Config) -> dict[LowerTier, WriteWhen]:
+    def _written_tiers(self, config: Config) -> dict[LowerTier, WriteRule]:
         """The tiers below that there are, and when each gets a block."""
-        found: dict[LowerTier, WriteWhen] = {}
+        found: dict[LowerTier, WriteRule] = {}
+        disk, shared = config.disk_tier, config.shared_tier
         if self._storage.disk is not None:
-            found["disk"] = config.disk_tier.write if config.disk_tier else "saved"
+            found["disk"] = parse_write_rule(disk.write) if disk else WriteRule()
         if self._storage.remote is not None:
-            found["remote"] = config.shared_tier.write if config.shared_tier else "saved"
+            found["remote"] = parse_write_rule(shared.write) if shared else WriteRule()
         return found
 
     def _open_recorder(self, config: Config) -> Recorder:

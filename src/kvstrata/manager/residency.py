@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import BlockIds, as_index
-from kvstrata.core.tiers import WriteWhen
 from kvstrata.core.types import NamespaceId, StoreKey
+from kvstrata.core.write_rule import WriteRule, WriteWhen
 from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
 from kvstrata.index.policies import EvictionPolicy
 from kvstrata.index.pool import SlotPool
@@ -52,7 +52,7 @@ class SlotOwner(Protocol):
 class _Writes:
     """How blocks get to one tier below."""
 
-    when: WriteWhen
+    rule: WriteRule
     queue: WriteQueue
     stopped: bool = False
 
@@ -76,7 +76,7 @@ class Residency:
         make_policy: MakePolicy,
         *,
         disk_capacity_blocks: int = 0,
-        write: Mapping[LowerTier, WriteWhen],
+        write: Mapping[LowerTier, WriteRule],
         wake: Callable[[LowerTier], None],
     ) -> None:
         """*make_policy* is called with a tier's name, the index, and the blocks of the tier.
@@ -95,12 +95,12 @@ class Residency:
             self.index, DISK, lambda: make_policy("disk", self.index, disk_capacity_blocks)
         )
         self._disk_capacity = disk_capacity_blocks
-        self._writes_late = "evicted" in write.values()
-        self._writes_reused = "reused" in write.values()
         self._writes = {
-            tier: _Writes(when, WriteQueue(self.index.capacity)) for tier, when in write.items()
+            tier: _Writes(rule, WriteQueue(self.index.capacity)) for tier, rule in write.items()
         }
-        self._used: NDArray[np.bool_] = np.zeros(self.index.capacity, np.bool_)  # since they came
+        self._writes_late = any(rule.when == "evicted" for rule in write.values())
+        self._writes_reused = any(rule.when == "reused" for rule in write.values())
+        self._reuses = np.zeros(self.index.capacity, np.uint8)  # since they came to host memory
 
     @property
     def host_used(self) -> int:
@@ -141,9 +141,7 @@ class Residency:
         if self._disk_capacity:
             self._disk.touch(ids)
         if self._writes_reused:
-            again = ids[self.has(ids, HOST) & ~self._used[ids]]
-            self._used[again] = True
-            self._write(again, "reused")
+            self._count_reuse(ids[self.has(ids, HOST)])
 
     def lease(self, ids: BlockIds) -> None:
         self.index.lease(ids)
@@ -214,7 +212,7 @@ class Residency:
             self.index.settle(ids[forgotten])
             ids = ids[~forgotten]
         self.index.set_where(ids, HOST)
-        self._used[ids] = False
+        self._reuses[ids] = 0
         self._host.admit(ids)
         self._write(ids, "saved")
 
@@ -272,7 +270,7 @@ class Residency:
         self.index.set_where(kept, BIT[tier])
         if tier == "disk":
             # What leaves host memory comes with the last of a prompt first.
-            late = self._writes[tier].when == "evicted"
+            late = self._writes[tier].rule.when == "evicted"
             self._disk.admit(kept[::-1] if late else kept)
         self.unlease(ids)
 
@@ -414,14 +412,27 @@ class Residency:
     def _write(self, ids: BlockIds, when: WriteWhen) -> None:
         """*ids* of host memory go to the tiers that lack them and get blocks *when*."""
         for tier, writes in self._writes.items():
-            if writes.when == when and writes.queue.add(ids[~self.has(ids, BIT[tier])]):
-                self._wake(tier)
+            if writes.rule.when == when:
+                self._queue(tier, ids)
+
+    def _count_reuse(self, ids: BlockIds) -> None:
+        """*ids* of host memory were found."""
+        reuses = np.minimum(self._reuses[ids], np.uint8(0xFE)) + np.uint8(1)
+        self._reuses[ids] = reuses
+        for tier, writes in self._writes.items():
+            if writes.rule.when == "reused":
+                self._queue(tier, ids[reuses == writes.rule.reuses])
+
+    def _queue(self, tier: LowerTier, ids: BlockIds) -> None:
+        """*tier* gets what it lacks of *ids*."""
+        if self._writes[tier].queue.add(ids[~self.has(ids, BIT[tier])]):
+            self._wake(tier)
 
     def _has_to_be_written(self, ids: BlockIds) -> Bools:
         """Which of *ids* may not leave host memory before a tier below has got them."""
         lacking = np.zeros(len(ids), np.bool_)
         for tier, writes in self._writes.items():
-            if writes.when == "evicted" and not writes.stopped:
+            if writes.rule.when == "evicted" and not writes.stopped:
                 lacking |= ~self.has(ids, BIT[tier])
         return lacking
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import KeyArray
-from kvstrata.core.tiers import Eviction, WriteWhen
+from kvstrata.core.tiers import Eviction
 from kvstrata.core.types import NAMESPACE_ID_BYTES, BlockKey, NamespaceId, Read, StoreKey
+from kvstrata.core.write_rule import WriteRule
 from kvstrata.index.policies import EvictionPolicy
 from kvstrata.index.tree import PrefixIndex
 from kvstrata.manager.choices import make_policy
@@ -52,7 +53,7 @@ class CachePlan(NamedTuple):
 
     policy: Eviction
     sizes: Sizes
-    disk_write: WriteWhen = "saved"
+    disk_write: WriteRule = WriteRule()
 
 
 class _NoMemory:
