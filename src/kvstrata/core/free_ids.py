@@ -10,8 +10,8 @@ class FreeIds:
     """Hands out the numbers ``0 .. capacity-1``, many at once; O(1) a number.
 
     Never-used numbers are handed out in ascending order, so that memory behind them is first
-    touched from the start. Released ones are used again last-in first-out, the last batch
-    ascending, so that neighbours stay neighbours.
+    touched from the start. Released ones are used again last-in first-out, each batch ascending,
+    so that neighbours stay neighbours, whatever the order in which they leave.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -52,9 +52,7 @@ class FreeIds:
 
     def release(self, ids: NDArray[np.int32]) -> None:
         """Give *ids* back, which are in use and all different: that is for the caller to know."""
-        if len(ids) > 1 and ids[0] < ids[-1]:
-            ids = ids[::-1]
-        self._stack[self._height : self._height + len(ids)] = ids
+        self._stack[self._height : self._height + len(ids)] = np.sort(ids)[::-1]
         self._height += len(ids)
 
     def check(self, used: NDArray[np.bool_]) -> None:

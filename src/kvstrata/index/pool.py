@@ -11,8 +11,6 @@ from kvstrata.core.keys import as_index
 
 _FREE: Final = 0
 _USED: Final = 1
-_MARK_BITS: Final = 7
-_MARKS: Final = np.uint8((1 << _MARK_BITS) - 1)
 
 Slots = NDArray[np.int32]
 
@@ -53,13 +51,12 @@ class SlotPool(FreeIds):
         """
         if not len(ids):
             return
-        if ids.min() < 0 or ids.max() >= self.capacity or not self._state.take(ids).all():
+        ids = np.sort(ids)
+        if ids[0] < 0 or ids[-1] >= self.capacity or not self._state.take(ids).all():
             raise InvariantViolated("a slot is released that was not taken")
-        index = as_index(ids)
-        if not isinstance(index, slice) and self._repeat(index):
-            self._state[index] = _USED
+        if (ids[1:] == ids[:-1]).any():
             raise InvariantViolated("a slot is released twice")
-        self._state[index] = _FREE
+        self._state[as_index(ids)] = _FREE
         super().release(ids)
 
     def is_used(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -74,17 +71,3 @@ class SlotPool(FreeIds):
         super().check(self._state == _USED if used is None else used)
         if np.count_nonzero(self._state) != self.used or self.used + self.free != self.capacity:
             raise InvariantViolated(f"{self.used} used + {self.free} free != {self.capacity}")
-
-    def _repeat(self, slots: NDArray[np.intp]) -> bool:
-        """Whether a slot is there twice; spoils the states of *slots*.
-
-        Of two marks written for one slot only the later is found there again. A state has room
-        for some bits of a position, so they are written one part after another.
-        """
-        positions = np.arange(len(slots))
-        for shift in range(0, (len(slots) - 1).bit_length(), _MARK_BITS):
-            marks = (positions >> shift).astype(np.uint8) & _MARKS | ~_MARKS
-            self._state[slots] = marks
-            if (self._state.take(slots) != marks).any():
-                return True
-        return False
