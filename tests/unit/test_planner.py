@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstrata.manager.planner import Plan, Planner, Reason
-from kvstrata.manager.residency import LowerTier
+from kvstrata.manager.writes import LowerTier
 from kvstrata.transfer.read_meter import ReadCost
 
 HERE, DISK, REMOTE = 0, 1, 2

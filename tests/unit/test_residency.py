@@ -12,7 +12,8 @@ from kvstrata.core.write_rule import WriteRule
 from kvstrata.index import tree
 from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
 from kvstrata.index.policies import LRU
-from kvstrata.manager.residency import LowerTier, Residency
+from kvstrata.manager.residency import Residency
+from kvstrata.manager.writes import LowerTier
 from kvstrata.observe.metrics import Counters
 from kvstrata.storage.host import HostMemory
 
@@ -104,7 +105,7 @@ def test_block_that_leaves_before_it_reached_the_disk_is_lost_and_counted(bench:
         bench.put(name)
     assert bench.find(1) == ABSENT
     assert bench.count("lost_blocks_total") == 1
-    assert bench.cache.unwritten("disk") == 2
+    assert bench.cache.writes.waiting("disk") == 2
 
 
 def test_leased_blocks_stay_and_then_there_is_no_room(bench: Bench) -> None:
@@ -179,7 +180,7 @@ def test_block_from_disk_is_in_both_tiers(bench: Bench) -> None:
     bench.cache.check([])
     bench.cache.fill(block, ARRIVING)
     assert bench.where(block) == HOST | DISK
-    assert bench.cache.unwritten("disk") == 0
+    assert bench.cache.writes.waiting("disk") == 0
 
 
 @pytest.mark.parametrize("absent", [True, False])
@@ -248,9 +249,9 @@ def test_block_that_the_disk_has_no_room_for_stays_in_host_memory(bench: Bench) 
 def test_block_that_could_not_be_written_waits_again(bench: Bench) -> None:
     block = bench.put(1)
     assert bench.cache.next_unwritten("disk", 9).tolist() == block.tolist()
-    assert bench.cache.unwritten("disk") == 0
+    assert bench.cache.writes.waiting("disk") == 0
     bench.cache.write_later("disk", block)
-    assert (bench.cache.unwritten("disk"), int(bench.index.leases[block[0]])) == (1, 0)
+    assert (bench.cache.writes.waiting("disk"), int(bench.index.leases[block[0]])) == (1, 0)
     assert bench.cascade().tolist() == block.tolist()
     assert bench.where(block) == HOST | DISK
 
@@ -275,7 +276,7 @@ def test_no_disk_no_waiting() -> None:
 def test_what_is_asked_for_once_is_not_written_if_so_wished() -> None:
     bench = Bench(slots=4, disk_blocks=4, rule=WriteRule("reused"))
     a, b = bench.put(1), bench.put(2)
-    assert bench.cache.unwritten("disk") == 0
+    assert bench.cache.writes.waiting("disk") == 0
     bench.cache.touch(b)
     assert bench.cascade().tolist() == b.tolist()
     bench.cache.touch(np.concatenate([a, b]))
@@ -296,7 +297,7 @@ def test_what_is_found_too_seldom_is_not_written_if_so_wished() -> None:
     b = bench.put(2)  # it has come again, and nobody has found it since
     bench.cache.touch(b)
     bench.cache.touch(b)
-    assert bench.cache.unwritten("disk") == 0
+    assert bench.cache.writes.waiting("disk") == 0
     for _ in range(300):
         bench.cache.touch(np.concatenate([a, b]))
     assert bench.cascade().tolist() == b.tolist()
@@ -306,7 +307,7 @@ def test_what_is_found_too_seldom_is_not_written_if_so_wished() -> None:
 def test_written_before_it_leaves_if_so_wished() -> None:
     bench = Bench(slots=2, disk_blocks=4, rule=WriteRule("evicted"))
     a, b = bench.put(1), bench.put(2)
-    assert (bench.woken, bench.cache.unwritten("disk")) == ([], 0)
+    assert (bench.woken, bench.cache.writes.waiting("disk")) == ([], 0)
     assert len(bench.cache.take_slots(ALICE, 1)) == 0  # the oldest has to be written first
     assert bench.woken == ["disk"]
     assert bench.cascade().tolist() == [*a.tolist(), *b.tolist()]
@@ -337,7 +338,7 @@ def test_parents_leave_after_they_were_written_though_their_children_are_below()
 def test_host_memory_turns_over_while_a_tier_that_is_written_late_is_away() -> None:
     bench = Bench(slots=1, disk_blocks=4, rule=WriteRule("evicted"))
     bench.put(1)
-    bench.cache.stop_writing("disk", True)
+    bench.cache.writes.stop("disk", True)
     assert bench.slot(bench.put(2)) == 0
     assert bench.count("lost_blocks_total") == 1
     bench.memory.close()
@@ -477,7 +478,7 @@ def test_write_that_ends_after_its_block_was_forgotten_does_not_count(
     bench.cache.check([])
     bench.cache.written("disk", batch, np.array([stored]))
     assert (bench.cache.host_used, bench.cache.disk_used, len(bench.index)) == (0, 0, 0)
-    assert bench.cache.unwritten("disk") == 0
+    assert bench.cache.writes.waiting("disk") == 0
 
 
 def test_write_that_failed_after_its_block_was_forgotten_is_not_tried_again(bench: Bench) -> None:
@@ -485,7 +486,7 @@ def test_write_that_failed_after_its_block_was_forgotten_is_not_tried_again(benc
     batch = bench.cache.next_unwritten("disk", 9)
     forget(bench)
     bench.cache.write_later("disk", batch)
-    assert (bench.cache.host_used, bench.cache.unwritten("disk")) == (0, 0)
+    assert (bench.cache.host_used, bench.cache.writes.waiting("disk")) == (0, 0)
 
 
 def test_block_that_is_being_saved_when_it_is_forgotten_does_not_become_visible(

@@ -15,7 +15,8 @@ from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.gate import Gate
 from kvstrata.manager.report import TierReport
-from kvstrata.manager.residency import LowerTier, Residency
+from kvstrata.manager.residency import Residency
+from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import BreakerStore, LeadingStore, RetryStore, TimedStore
@@ -160,7 +161,7 @@ class Cascade:
             size.capacity_blocks,
             self._cache.disk_used if self._tier == "disk" else size.blocks,
             self._block_bytes,
-            waiting_blocks=self._cache.unwritten(self._tier),
+            waiting_blocks=self._cache.writes.waiting(self._tier),
             switched_off=self._store.is_open,
         )
 
@@ -169,7 +170,7 @@ class Cascade:
         deadline = time.monotonic() + timeout_seconds
         while True:
             with self._lock:
-                waiting = self._cache.unwritten(self._tier)
+                waiting = self._cache.writes.waiting(self._tier)
                 if not (waiting or self._under_way or self._owed_drops):
                     return True
             if time.monotonic() > deadline:
@@ -182,7 +183,7 @@ class Cascade:
         with self._lock:
             self._cache.write_late_blocks()
         if not self.drain(timeout_seconds):
-            left = self._cache.unwritten(self._tier)
+            left = self._cache.writes.waiting(self._tier)
             _log.warning("%d blocks could not be written to %s in time", left, self._tier)
         self._finder.close()
         self._transfer.close(timeout_seconds)
@@ -211,8 +212,8 @@ class Cascade:
         """
         with self._taking:
             with self._lock:
-                self._cache.stop_writing(self._tier, self._store.is_open)
-                waiting = self._cache.unwritten(self._tier)
+                self._cache.writes.stop(self._tier, self._store.is_open)
+                waiting = self._cache.writes.waiting(self._tier)
                 count = min(self._batch_blocks, waiting, self._room_blocks())
                 if count < (self._batch_blocks if self._under_way else 1) or self._owed_drops:
                     return None

@@ -18,7 +18,7 @@ from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.planner import Plan, Planner, Reason, all_of
 from kvstrata.manager.puts import distinct
-from kvstrata.manager.residency import LowerTier, Residency, Slots, leading
+from kvstrata.manager.residency import Residency, Slots, leading
 from kvstrata.manager.tasks import (
     FINAL,
     UNSETTLED,
@@ -29,6 +29,7 @@ from kvstrata.manager.tasks import (
     TaskStatus,
     step,
 )
+from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 
 _log = logging.getLogger(__name__)

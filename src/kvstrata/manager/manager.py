@@ -31,9 +31,10 @@ from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts, distinct
 from kvstrata.manager.recorder import Recorder
 from kvstrata.manager.report import CacheReport, OperationReport, TierReport
-from kvstrata.manager.residency import LowerTier, Residency
+from kvstrata.manager.residency import Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 from kvstrata.manager.tasks import UNSETTLED, Lookup, TaskState, TaskStatus
+from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata.manager.residency import LowerTier
+from kvstrata.manager.writes import LowerTier
 from kvstrata.transfer.read_meter import ReadCost
 
 _PROBE_SECONDS: Final = 30.0  # a tier that lost is tried again after this: it may have recovered

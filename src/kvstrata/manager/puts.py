@@ -11,8 +11,9 @@ from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
 from kvstrata.index.places import ARRIVING, DISK, HOST, WRITING
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
-from kvstrata.manager.residency import LowerTier, Residency
+from kvstrata.manager.residency import Residency
 from kvstrata.manager.tasks import PutTask, TaskState, TaskStatus
+from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 
 _HERE: Final = HOST | ARRIVING

@@ -1,7 +1,6 @@
 """Which block is in which tier, and who has to leave when a tier is full. Not thread-safe."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -10,22 +9,19 @@ from numpy.typing import NDArray
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import BlockIds, as_index
 from kvstrata.core.types import NamespaceId, StoreKey
-from kvstrata.core.write_rule import WriteRule, WriteWhen
+from kvstrata.core.write_rule import WriteRule
 from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
 from kvstrata.index.policies import EvictionPolicy
 from kvstrata.index.pool import SlotPool
 from kvstrata.index.tree import PrefixIndex
 from kvstrata.manager.report import NamespaceReport
 from kvstrata.manager.shares import Shares
-from kvstrata.manager.write_queue import WriteQueue
+from kvstrata.manager.writes import BIT, LowerTier, Writes
 from kvstrata.observe import metrics
-
-LowerTier = Literal["disk", "remote"]
 
 MakePolicy = Callable[[Literal["host", "disk"], PrefixIndex, int], EvictionPolicy]
 
 _NO_BLOCKS: Final = np.empty(0, np.int32)
-BIT: Final[Mapping[LowerTier, int]] = {"disk": DISK, "remote": REMOTE}
 _OVERSIZE_SHARE: Final = 10  # what can never fit may take a tenth of the tier from others
 _SPARE_IDS: Final = (
     1024  # for blocks that are nowhere and whose children or readers are still there
@@ -46,15 +42,6 @@ class SlotOwner(Protocol):
     def slots(self) -> int: ...
 
     def disown(self, slots: Slots) -> None: ...
-
-
-@dataclass(slots=True)
-class _Writes:
-    """How blocks get to one tier below."""
-
-    rule: WriteRule
-    queue: WriteQueue
-    stopped: bool = False
 
 
 def evicted_at_least(slots: int) -> int:
@@ -88,19 +75,13 @@ class Residency:
         self.index = PrefixIndex(blocks + blocks // 8 + _SPARE_IDS)
         self.counters = counters
         self._memory = memory
-        self._wake = wake
         self._slots = SlotPool(memory.slots)
         self._host = Shares(self.index, HOST, lambda: make_policy("host", self.index, memory.slots))
         self._disk = Shares(
             self.index, DISK, lambda: make_policy("disk", self.index, disk_capacity_blocks)
         )
         self._disk_capacity = disk_capacity_blocks
-        self._writes = {
-            tier: _Writes(rule, WriteQueue(self.index.capacity)) for tier, rule in write.items()
-        }
-        self._writes_late = any(rule.when == "evicted" for rule in write.values())
-        self._writes_reused = any(rule.when == "reused" for rule in write.values())
-        self._reuses = np.zeros(self.index.capacity, np.uint8)  # since they came to host memory
+        self.writes = Writes(self.index, write, wake)
 
     @property
     def host_used(self) -> int:
@@ -114,18 +95,10 @@ class Residency:
         """Free host slots that lie side by side."""
         return self._slots.longest_free_run
 
-    def unwritten(self, tier: LowerTier) -> int:
-        """Blocks of host memory that wait for *tier*."""
-        return len(self._writes[tier].queue)
-
-    def stop_writing(self, tier: LowerTier, stop: bool) -> None:
-        """Whether *tier* takes nothing for now: then blocks leave host memory unwritten."""
-        self._writes[tier].stopped = stop
-
     def write_late_blocks(self) -> None:
         """Host memory is about to end: what would be written before it leaves is written now."""
         for ids in self.index.ids():
-            self._write(ids[self.has(ids, HOST)], "evicted")
+            self.writes.leaving(ids[self.has(ids, HOST)])
 
     def restore(self, keys: Rows, parents: Rows, has_parent: Bools) -> None:
         """Take over what a disk tier held when it was opened: store keys, one a row."""
@@ -140,8 +113,8 @@ class Residency:
         self._host.touch(ids)
         if self._disk_capacity:
             self._disk.touch(ids)
-        if self._writes_reused:
-            self._count_reuse(ids[self.has(ids, HOST)])
+        if self.writes.any_reused:
+            self.writes.found(ids[self.has(ids, HOST)])
 
     def lease(self, ids: BlockIds) -> None:
         self.index.lease(ids)
@@ -212,9 +185,8 @@ class Residency:
             self.index.settle(ids[forgotten])
             ids = ids[~forgotten]
         self.index.set_where(ids, HOST)
-        self._reuses[ids] = 0
         self._host.admit(ids)
-        self._write(ids, "saved")
+        self.writes.saved(ids)
 
     def abandon(self, ids: BlockIds) -> Slots:
         """The bytes of *ids*, reserved as ``WRITING``, do not come. Their slots, still taken."""
@@ -238,9 +210,8 @@ class Residency:
         """Give up the host copies of unleased blocks."""
         if self.index.leases[ids].any():
             raise InvariantViolated("a leased block is dropped")
-        for writes in self._writes.values():
-            writes.queue.discard(ids)
-        if self._writes:
+        self.writes.discard(ids)
+        if self.writes:
             lost = len(ids) - int(np.count_nonzero(self.has(ids, DISK | REMOTE)))
             self.counters.add(metrics.LOST_BLOCKS, lost)
         self._host.remove(ids)
@@ -260,7 +231,7 @@ class Residency:
 
     def next_unwritten(self, tier: LowerTier, count: int) -> BlockIds:
         """At most *count* blocks that *tier* lacks, leased; ``written`` gives them back."""
-        batch = self._writes[tier].queue.pop(count)
+        batch = self.writes.take(tier, count)
         self.index.lease(batch)
         return batch
 
@@ -270,13 +241,12 @@ class Residency:
         self.index.set_where(kept, BIT[tier])
         if tier == "disk":
             # What leaves host memory comes with the last of a prompt first.
-            late = self._writes[tier].rule.when == "evicted"
-            self._disk.admit(kept[::-1] if late else kept)
+            self._disk.admit(kept[::-1] if self.writes.is_last_moment(tier) else kept)
         self.unlease(ids)
 
     def write_later(self, tier: LowerTier, ids: BlockIds) -> None:
         """The store could not be asked: *ids*, of ``next_unwritten``, wait again."""
-        self._writes[tier].queue.add(ids[~self.index.is_retired(ids)])
+        self.writes.put_back(tier, ids[~self.index.is_retired(ids)])
         self.unlease(ids)
 
     def make_disk_room(self, ids: BlockIds) -> list[StoreKey]:
@@ -371,7 +341,7 @@ class Residency:
     def _evict_from_host(self, count: int) -> None:
         if self.reap():
             count -= min(count, self._slots.free)
-        ahead = max(1, self._slots.capacity // _AHEAD_SHARE) if self._writes_late else 0
+        ahead = max(1, self._slots.capacity // _AHEAD_SHARE) if self.writes.any_evicted else 0
         self._leave_host(self._host.victims(count + ahead, self._may_be_asked_to_leave), count)
 
     def _make_room_within(self, namespace: NamespaceId, count: int) -> int:
@@ -384,9 +354,9 @@ class Residency:
 
     def _leave_host(self, victims: BlockIds, count: int) -> int:
         """Evict *count* of *victims*, or as many as need not be written first; how many."""
-        if self._writes_late:
-            self._write(victims, "evicted")
-            written = victims[~self._has_to_be_written(victims)]
+        if self.writes.any_evicted:
+            self.writes.leaving(victims)
+            written = victims[~self.writes.have_to_be_written(victims)]
             victims = written[self.index.may_leave(written, HOST)]
         victims = victims[:count]
         self.drop_from_host(victims)
@@ -401,40 +371,13 @@ class Residency:
 
     def _may_be_asked_to_leave(self, ids: BlockIds) -> Bools:
         """Which of *ids* may leave host memory, if need be after they were written."""
-        if self._writes_late:
+        if self.writes.any_evicted:
             unleased: Bools = self.index.leases[ids] == 0
             return unleased
         return self.index.may_leave(ids, HOST)
 
     def _may_leave_disk(self, ids: BlockIds) -> Bools:
         return self.index.may_leave(ids, DISK)
-
-    def _write(self, ids: BlockIds, when: WriteWhen) -> None:
-        """*ids* of host memory go to the tiers that lack them and get blocks *when*."""
-        for tier, writes in self._writes.items():
-            if writes.rule.when == when:
-                self._queue(tier, ids)
-
-    def _count_reuse(self, ids: BlockIds) -> None:
-        """*ids* of host memory were found."""
-        reuses = np.minimum(self._reuses[ids], np.uint8(0xFE)) + np.uint8(1)
-        self._reuses[ids] = reuses
-        for tier, writes in self._writes.items():
-            if writes.rule.when == "reused":
-                self._queue(tier, ids[reuses == writes.rule.reuses])
-
-    def _queue(self, tier: LowerTier, ids: BlockIds) -> None:
-        """*tier* gets what it lacks of *ids*."""
-        if self._writes[tier].queue.add(ids[~self.has(ids, BIT[tier])]):
-            self._wake(tier)
-
-    def _has_to_be_written(self, ids: BlockIds) -> Bools:
-        """Which of *ids* may not leave host memory before a tier below has got them."""
-        lacking = np.zeros(len(ids), np.bool_)
-        for tier, writes in self._writes.items():
-            if writes.rule.when == "evicted" and not writes.stopped:
-                lacking |= ~self.has(ids, BIT[tier])
-        return lacking
 
     def _bury_forgotten(self, ids: BlockIds) -> None:
         """``_bury`` those of *ids* that are forgotten and not leased."""
@@ -448,8 +391,7 @@ class Residency:
         self.index.clear_where(ids, HOST | DISK | REMOTE)
 
     def _leave_tiers(self, ids: BlockIds) -> None:
-        for writes in self._writes.values():
-            writes.queue.discard(ids)
+        self.writes.discard(ids)
         self._host.remove(ids)
         self._disk.remove(ids)
         self._free(ids[self.has(ids, HOST)])

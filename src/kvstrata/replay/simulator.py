@@ -28,8 +28,9 @@ from kvstrata.manager.desk import Desk
 from kvstrata.manager.gets import Gets
 from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts
-from kvstrata.manager.residency import LowerTier, Residency, Slots
+from kvstrata.manager.residency import Residency, Slots
 from kvstrata.manager.tasks import Lookup, TaskState
+from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 from kvstrata.replay.cost import Costs
 from kvstrata.replay.hashing import keys_of_identities
