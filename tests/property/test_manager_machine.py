@@ -35,6 +35,7 @@ from tests.caches import (
 )
 from tests.machines import machine_settings
 
+from kvstrata.core.errors import LimitExceeded
 from kvstrata.core.types import BlockKey, NamespaceId, StoreKey
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import FINAL, TaskState, TaskStatus
@@ -138,6 +139,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.puts: list[Held] = []
         self.ended: list[tuple[int, int]] = []  # task, owner
         self.quarantines: list[Quarantine] = []
+        self.pins: list[tuple[int, NamespaceId]] = []
         self.generations: dict[int, int] = {}  # of each slot, when it was last reserved
         self.connect()
         self.connect()
@@ -399,6 +401,27 @@ class ManagerMachine(RuleBasedStateMachine):
             )
             self.manager.cancel([status.task_id])
 
+    # -- pins --------------------------------------------------------------------------------
+
+    @rule(namespace=namespaces, path=paths)
+    def pin(self, namespace: NamespaceId, path: Path_) -> None:
+        try:
+            number, blocks = self.manager.pin(namespace, keys(*path), 3600.0)
+        except LimitExceeded:
+            assert self.pins
+            return
+        assert bool(number) == bool(blocks)
+        assert blocks <= self.findable(namespace, keys(*path))
+        if number:
+            self.pins.append((number, namespace))
+
+    @rule(which=picks)
+    def unpin(self, which: int) -> None:
+        if self.pins:
+            number, _ = self.pins.pop(which % len(self.pins))
+            assert self.manager.unpin(number)
+            assert not self.manager.unpin(number)
+
     # -- what must mean nothing --------------------------------------------------------------
 
     @rule(which=picks, how=st.sampled_from(["launch", "complete", "fail", "cancel"]))
@@ -421,6 +444,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def reset(self, namespace: NamespaceId) -> None:
         self.manager.reset(namespace)
         self.saved = {(n, k) for n, k in self.saved if n != namespace}
+        self.pins = [(pin, n) for pin, n in self.pins if n != namespace]
         for held in self.gets + self.puts:
             held.stale = held.stale or held.namespace == namespace
         for prompt in prompts:
@@ -485,6 +509,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.manager.disconnect(worker)
         report = self.manager.stats()
         assert (report.running_gets, report.running_puts) == (0, 0)
+        assert [pin.number for pin in report.pins] == [number for number, _ in self.pins]
+        for number, _ in self.pins:
+            assert self.manager.unpin(number)
         for lower in self.manager._lower.values():
             assert lower.drain(PATIENCE_SECONDS)
         self.manager.check()
@@ -493,6 +520,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert set(blocks.values()) <= {0}
         in_host = sum(host_slot(self.manager, block) >= 0 for block in blocks)
         assert self.manager._cache.host_used == in_host
+        assert self.manager._cache.index.retired_blocks == 0
 
 
 @pytest.fixture(autouse=True)

@@ -502,6 +502,36 @@ def test_block_that_is_being_saved_when_it_is_forgotten_does_not_become_visible(
     assert bench.cache.host_used == 1
 
 
+@pytest.mark.parametrize("absent", [True, False])
+def test_read_that_failed_after_its_block_was_forgotten_leaves_nothing(
+    bench: Bench, absent: bool
+) -> None:
+    block = bench.put(1)
+    bench.cascade()
+    bench.cache.drop_from_host(block)
+    bench.cache.reserve(block, bench.cache.take_slots(ALICE, 1), ARRIVING)
+    forget(bench)
+    bench.cache.disappoint(block, np.array([absent]), "disk")
+    assert (bench.cache.host_used, bench.cache.disk_used, len(bench.index)) == (0, 0, 0)
+    bench.cache.check([])
+
+
+def test_forgotten_blocks_that_leave_the_disk_take_no_others_of_their_keys_with_them() -> None:
+    """Their store forgets them with the namespace, and may have saved the same prompt again."""
+    bench = Bench(slots=4, disk_blocks=2)
+    bench.put(1)
+    bench.cascade()
+    bench.cache.forget(ALICE)  # and nothing is reaped yet
+    bench.put(1)
+    bench.put(2)
+    fresh = bench.cache.next_unwritten("disk", 9)
+    assert bench.cache.make_disk_room(fresh) == []
+    bench.cache.written("disk", fresh, np.array([True, True]))
+    assert bench.cache.disk_used == 2
+    bench.cache.check([])
+    bench.memory.close()
+
+
 def restore(bench: Bench, blocks: list[tuple[int, int | None]]) -> None:
     rows = [ALICE + key(name) for name, _ in blocks]
     parents = [ALICE + key(parent) if parent else bytes(48) for _, parent in blocks]

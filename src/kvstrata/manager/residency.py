@@ -204,6 +204,7 @@ class Residency:
             self._disk.remove(ids[absent])
         self.index.clear_where(ids[absent], BIT[tier])
         self.index.clear_where(ids, ARRIVING)
+        self._bury_forgotten(ids)
         self.index.settle(ids)
 
     def drop_from_host(self, ids: BlockIds) -> None:
@@ -364,7 +365,8 @@ class Residency:
         return len(victims)
 
     def _evict_from_disk(self, victims: BlockIds) -> list[StoreKey]:
-        keys = self.index.store_keys(victims)
+        # The store forgets what a reset forgets, and may hold the same prompt anew.
+        keys = self.index.store_keys(victims[~self.index.is_retired(victims)])
         self.drop_from_disk(victims)
         self.counters.add(metrics.EVICTED_BLOCKS, len(victims), "disk")
         return keys
