@@ -27,6 +27,7 @@ from kvstrata.replay.reuse import find_reuse
 from kvstrata.replay.scan import scan
 from kvstrata.replay.simulator import CachePlan, simulate
 from kvstrata.replay.sizes import Sizes
+from kvstrata.server.server import Server
 
 HEADER = LogHeader(events.LOG_VERSION, 16, BLOCK_BYTES)
 PARTS = {"tokens_per_block": "16"}
@@ -274,17 +275,47 @@ def test_a_disk_that_hangs_costs_events_and_no_waiting(
     assert len(read(tmp_path / "events")) == 4
 
 
-def test_a_log_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be opened: No such file"):
-        open_cache(8, tmp_path / "none" / "events")
+def test_a_cache_whose_log_cannot_be_opened_goes_on_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = open_cache(8, tmp_path / "none" / "events")
+    assert "cannot be opened: No such file" in caplog.text
+    save(manager, ALICE, keys(1))
+    assert load(manager, ALICE, keys(1))
+    manager.close()
 
 
-def test_two_servers_do_not_write_one_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (lambda path: None, "kv is no directory"),
+        (lambda path: path.mkdir(parents=True), "it is no file"),
+        (lambda path: path.parent.write_text(""), "kv is no directory"),
+    ],
+    ids=["nothing is there", "a directory is there", "a file is in the place of its directory"],
+)
+def test_server_refuses_a_log_that_cannot_be_written_at_its_start(
+    tmp_path: Path, make: Callable[[Path], object], fault: str
+) -> None:
+    log = tmp_path / "kv" / "events"
+    make(log)
+    with pytest.raises(ConfigError, match=f"cannot be written: .*{fault}") as e:
+        Server(config(8, event_log=log), tmp_path / "socket")
+    assert e.value.hint
+    assert not (tmp_path / "socket").exists()
+
+
+def test_two_servers_do_not_write_one_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = open_cache(8, tmp_path / "events")
-    with pytest.raises(ConfigError, match="written by another process"):
-        open_cache(8, tmp_path / "events", tmp_path / "kv")
+    second = open_cache(8, tmp_path / "events", tmp_path / "kv")
+    assert "written by another process" in caplog.text
+    save(second, ALICE, keys(1))
+    save(first, ALICE, keys(2))
+    second.close()
     first.close()
-    open_cache(8, tmp_path / "events", tmp_path / "kv").close()
+    assert [e.keys for e in read(tmp_path / "events")[1:] if isinstance(e, PutEvent)] == [
+        [key(2).hex()]
+    ]
 
 
 def test_a_broken_line_inside_a_log_is_still_an_error(tmp_path: Path) -> None:

@@ -252,15 +252,17 @@ class Config(BaseModel):
         default=None,
         description=(
             "Absolute path of a file to which every lookup and save is written, for `kvstrata "
-            "replay`: keys of blocks, no tokens. One file a server. When it cannot be written the "
-            "log ends, with a warning, and the cache goes on. Unset: no log. The server's to decide."
+            "replay`: keys of blocks, no tokens. One file a server, which refuses to start where "
+            "it could not be written. When it cannot be written later, or another server writes it, "
+            "there is no more log, with a warning, and the cache goes on. Unset: no log. The "
+            "server's to decide."
         ),
         examples=["/var/log/kvstrata/events.jsonl"],
     )
     event_log_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=16 << 20)] = Field(
         default=1 << 30,
         description=(
-            "Most bytes of the event log. At half of it the file is renamed to end in `.1`, in the "
+            "Most bytes of the event log, 16 MiB at least. At half of it the file is renamed to end in `.1`, in the "
             "place of an older one, and a new one begins."
         ),
         examples=["1GiB"],

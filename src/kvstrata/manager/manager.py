@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import ConfigError, TierUnavailable
+from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
 from kvstrata.core.tiers import DiskTier
 from kvstrata.core.types import (
@@ -97,7 +97,9 @@ class KVManager:
             wake=lambda tier: self._lower[tier].wake(),
         )
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
-        self._recorder = self._open_recorder(config)
+        self._recorder = Recorder(
+            config, self._cache.index, self._namespaces, self.counters, block_bytes=self.block_bytes
+        )
         self._lower = self._open_lower(config)
         self._sessions = Sessions(grace_seconds=WRITER_GRACE_SECONDS)
         self._puts = Puts(self._cache, self._lower, self._desk)
@@ -128,19 +130,6 @@ class KVManager:
         if self._storage.remote is not None:
             found["remote"] = parse_write_rule(shared.write) if shared else WriteRule()
         return found
-
-    def _open_recorder(self, config: Config) -> Recorder:
-        try:
-            return Recorder(
-                config,
-                self._cache.index,
-                self._namespaces,
-                self.counters,
-                block_bytes=self.block_bytes,
-            )
-        except ConfigError:
-            self._storage.close()
-            raise
 
     def _open_lower(self, config: Config) -> dict[LowerTier, Cascade]:
         lower: dict[LowerTier, Cascade] = {}

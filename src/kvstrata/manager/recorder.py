@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 
 from kvstrata.core.config import Config
+from kvstrata.core.errors import ConfigError
 from kvstrata.core.keys import ABSENT, KeyArray, as_key_array
 from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.index.tree import PrefixIndex
@@ -20,7 +21,8 @@ class Recorder:
     """Records if the configuration names an event log; else every method does nothing.
 
     A log is of blocks with one number of tokens: that of the first namespace. What other ones ask
-    for is not recorded, but counted as missing.
+    for is not recorded, but counted as missing. Where no log can be opened there is a warning and
+    none: the cache is worth more.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Recorder:
         *,
         block_bytes: int,
     ) -> None:
-        """*namespaces* are what engines have said of theirs; ``ConfigError`` if there can be no log."""
+        """*namespaces* are what engines have said of theirs."""
         self._index = index
         self._namespaces = namespaces
         self._counters = counters
@@ -40,9 +42,7 @@ class Recorder:
         self._default_tokens = config.tokens_per_block or 0
         self._tokens = 0  # in a block of the log, once it has begun
         self._has_warned = False
-        self._log = None
-        if config.event_log is not None:
-            self._log = EventLog(config.event_log, config.event_log_bytes, self._lost)
+        self._log = self._open(config)
 
     def lookup(self, namespace: NamespaceId, keys: KeyArray) -> None:
         """*keys* have just been looked up."""
@@ -62,6 +62,15 @@ class Recorder:
         """Write what is not written yet, for *timeout_seconds* at most."""
         if self._log is not None:
             self._log.close(timeout_seconds)
+
+    def _open(self, config: Config) -> EventLog | None:
+        if config.event_log is None:
+            return None
+        try:
+            return EventLog(config.event_log, config.event_log_bytes, self._lost)
+        except ConfigError as e:
+            _log.warning("requests are not recorded: %s", e)
+            return None
 
     def _depth(self, namespace: NamespaceId, keys: KeyArray) -> int:
         """Blocks before the only one of *keys* in its prompt; -1 if that is not known here."""

@@ -22,7 +22,7 @@ from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
 from kvstrata.observe.events import LogHeader, LookupEvent, PutEvent, decode_event, encode_event
 
-__all__ = ["EventLog", "Seen"]
+__all__ = ["EventLog", "Seen", "check_event_log"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,21 @@ _MOST_WAITING_BYTES: Final = 64 << 20  # of keys, that the writer may be behind
 _WRITE_BYTES: Final = 1 << 20
 _LONGEST_HEADER_BYTES: Final = 4096
 _KEY_DIGITS: Final = 2 * BLOCK_KEY_BYTES
+_REMEDY: Final = "name a file in a directory that exists and can be written"
+
+
+def check_event_log(path: Path) -> None:
+    """Raise ``ConfigError`` where no log could be written, whoever else writes one; changes nothing."""
+    folder = path.parent
+    if not folder.is_dir():
+        fault = f"{folder} is no directory"
+    elif path.exists() and not path.is_file():
+        fault = "it is no file"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        fault = f"user {os.getuid()} may not write it"
+    else:
+        return
+    raise ConfigError(f"the event log {path} cannot be written: {fault}", hint=_REMEDY)
 
 
 class Seen(NamedTuple):
@@ -131,7 +146,7 @@ class _LogFile:
         except OSError as e:
             raise ConfigError(
                 f"the event log {path} cannot be opened: {e.strerror}",
-                hint="name a file in a directory that exists and can be written",
+                hint=_REMEDY,
             ) from e
 
     def append(self, lines: bytearray, header: LogHeader | None) -> None:

@@ -13,6 +13,7 @@ from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, KVStrataError
 from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.manager.manager import KVManager, OnPrefault
+from kvstrata.observe.event_log import check_event_log
 from kvstrata.server import sockets
 from kvstrata.server.complaints import Complaints
 from kvstrata.server.limits import Limits
@@ -51,6 +52,8 @@ class Server:
         self._stopping = threading.Event()
         if block_bytes is None:
             check_directories_of(config.tiers)
+        if config.event_log is not None:
+            check_event_log(config.event_log)
         self._listener = sockets.listen(path)
         self._listener.setblocking(False)
         self._switchboard = Switchboard(self, self._listener)
