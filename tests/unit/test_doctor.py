@@ -416,3 +416,23 @@ def test_the_directory_of_a_running_cache_is_left_as_it_is(tmp_path: Path) -> No
         before = sorted(os.listdir(tmp_path / "kv"))
         assert "disk and a restart" in round_trip(config)
         assert sorted(os.listdir(tmp_path / "kv")) == before
+
+
+def test_the_event_log_of_a_running_cache_is_left_as_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    config = Config(tiers=(HostTier(capacity=MIB),), event_log=log)
+    assert "through host memory in" in round_trip(config)
+    assert not log.exists()
+    with closing(KVManager(config, block_bytes=4096)):
+        assert "through host memory in" in round_trip(config)
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_an_event_log_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "none" / "log", tmp_path / "file" / "log", tmp_path):
+        finding = found("event log", KVSTRATA_TIERS="host:1MiB", KVSTRATA_EVENT_LOG=str(path))
+        assert (finding.level, str(path) in finding.message) == ("problem", True)
+    log = str(tmp_path / "log")
+    assert found("event log", KVSTRATA_TIERS="host:1MiB", KVSTRATA_EVENT_LOG=log).level == "ok"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file"]

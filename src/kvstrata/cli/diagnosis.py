@@ -239,6 +239,8 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
     if config.shared_tier is not None:
         found += check_shared(config.shared_tier)
     yield from found
+    if config.event_log is not None:
+        yield check_event_log(config.event_log)
     if any(finding.level == "problem" for finding in found):
         message = "not tried, because of the problem with a tier above"
         yield Finding("round trip", "warning", message, "solve that first")
@@ -284,6 +286,16 @@ def check_shared(tier: SharedTier) -> Iterator[Finding]:
     free = human_bytes(free_disk_bytes(tier.path))
     message = f"{human_bytes(tier.capacity)} in {tier.path}, where {free} is free"
     yield Finding("shared", "ok", message)
+
+
+def check_event_log(path: Path) -> Finding:
+    """Whether *path* can be written. Does not open it: a running server may be writing it."""
+    exists = path.exists()
+    where = path if exists else path.parent
+    if where.is_dir() != exists and os.access(where, os.W_OK):
+        return Finding("event log", "ok", f"lookups and saves are written to {path}")
+    remedy = "name a file in a directory that exists and can be written"
+    return Finding("event log", "problem", f"{path} cannot be written", remedy)
 
 
 def _problem_of(subject: str, check: Callable[[], None]) -> Finding | None:

@@ -28,7 +28,7 @@ def round_trip(config: Config) -> str:
     """Save blocks in small tiers like those of *config* and load them again; what was seen.
 
     With a disk tier the manager is restarted in between, so that the bytes come from disk. The
-    tiers of *config* themselves are not touched.
+    tiers and the event log of *config* themselves are not touched.
 
     Raises:
         KVStrataError: a step failed, or the bytes that came back are others.
@@ -50,7 +50,8 @@ def round_trip(config: Config) -> str:
 def _small(config: Config, directory: Path | None) -> Config:
     host = HostTier(capacity=_PROBE_TIER_BYTES)
     disk = () if directory is None else (DiskTier(paths=(directory,), capacity=_PROBE_TIER_BYTES),)
-    return config.model_copy(update={"tiers": (host, *disk), "prefault": False})
+    apart = {"tiers": (host, *disk), "prefault": False, "event_log": None}
+    return config.model_copy(update=apart)
 
 
 def _save_and_load(config: Config, *, restart: bool) -> None:
