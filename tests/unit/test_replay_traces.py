@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.traces import id_line, write_ids
 from kvstrata.core.errors import ConfigError
 from kvstrata.observe.events import LogHeader, LookupEvent, PutEvent, encode_event
 from kvstrata.replay.event_trace import EventTrace, read_header
+from kvstrata.replay.formats import Reading, open_trace
 from kvstrata.replay.hashing import chain, keys_of_identities
 from kvstrata.replay.id_trace import MOONCAKE, TIMED, IdFormat, IdTrace, infer_format
 from kvstrata.replay.lines import read_lines
@@ -80,6 +82,24 @@ def test_a_gzip_file_that_was_cut_short_says_so(tmp_path: Path) -> None:
     cut.write_bytes(gzip.compress(plain.read_bytes())[:-20])
     with pytest.raises(ConfigError, match=r"cut\.gz: the gzip data ends or breaks after line \d+"):
         list(mooncake(cut).read())
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for reading in (Reading(), Reading(format="kvstrata"), Reading(format="timed")):
+        with pytest.raises(ConfigError) as caught:
+            open_trace(pipe, reading)
+        assert caught.value.args[0] == (
+            f"{pipe} is not a regular file, and a trace is read more than once"
+        )
+        assert caught.value.hint == "save it to a file first"
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory") as caught:
+        open_trace(tmp_path, Reading(format="timed", tokens_per_id=16))
+    assert caught.value.hint == "name a file in it"
 
 
 def test_reading_tells_how_far_it_is(tmp_path: Path) -> None:

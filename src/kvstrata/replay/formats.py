@@ -46,7 +46,11 @@ def parse_labels(texts: list[str]) -> dict[str, str]:
 
 
 def open_trace(path: Path, reading: Reading) -> IdTrace | EventTrace:
-    """The trace in *path*; ``ConfigError`` if its format is not known or does not fit *reading*."""
+    """The trace in *path*; ``ConfigError`` if its format is not known or does not fit *reading*.
+
+    So is what can be read only once.
+    """
+    _check_kind(path)
     if reading.format in {"auto", "kvstrata"}:
         header = read_header(path)
         if header is not None:
@@ -60,6 +64,17 @@ def open_trace(path: Path, reading: Reading) -> IdTrace | EventTrace:
     if reading.seconds_per_unit is not None:
         numbers = replace(numbers, seconds_per_unit=reading.seconds_per_unit)
     return IdTrace(path, numbers, reading.tokens_per_block or numbers.tokens_per_id)
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what is no file; one that is not there is refused by who reads it."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory", hint="name a file in it")
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"{path} is not a regular file, and a trace is read more than once",
+            hint="save it to a file first",
+        )
 
 
 def _as_event_trace(trace: EventTrace, reading: Reading) -> EventTrace:
