@@ -127,6 +127,17 @@ def test_only_the_same_life_ends_what_is_left_of_it() -> None:
     assert sessions.remove(worker) == [10]
 
 
+def test_engines_that_tell_no_life_free_nothing_of_each_other() -> None:
+    """Two without one are not the same engine: the workers of the other may still be writing."""
+    sessions = Sessions()
+    worker = orphaned(sessions, "", {1: [10]})
+    stranger = sessions.add_engine("other", 1)
+    assert sessions.ended(stranger, [1]) == []
+    assert sessions.succeed("", []) == []
+    assert sessions.orphaned_slots() == [10]
+    assert sessions.remove(worker) == [10]
+
+
 def test_earlier_connections_are_those_of_the_same_life() -> None:
     sessions = Sessions()
     first, second = sessions.add_engine("e", 1, "a"), sessions.add_engine("e", 1, "a")

@@ -20,7 +20,7 @@ class _Engine:
 
     session: str
     world_size: int
-    life: str  # of the process; empty if it has not told
+    life: str  # of the process; empty if it has not told, and then it is like no other
     blocks_per_second: float | None = None  # that it computes; None: not measured yet
 
 
@@ -64,12 +64,16 @@ class Sessions:
 
     def earlier(self, life: str) -> list[int]:
         """Connections of that life which seem to be there still."""
-        return [owner for owner, engine in self._engines.items() if life and engine.life == life]
+        return [
+            owner for owner, engine in self._engines.items() if _is_same_life(engine.life, life)
+        ]
 
     def succeed(self, life: str, running: Collection[int]) -> list[int]:
         """Slots of that life's earlier tasks to which nobody writes: all but those of *running*."""
         kept = set(running)
-        return self._free(lambda orphan: orphan.life == life and orphan.task_id not in kept)
+        return self._free(
+            lambda orphan: _is_same_life(orphan.life, life) and orphan.task_id not in kept
+        )
 
     def ended(self, owner: int, task_ids: Collection[int]) -> list[int]:
         """Slots of *task_ids*, of earlier connections of this engine: nobody writes to them now."""
@@ -77,7 +81,9 @@ class Sessions:
         if engine is None or not self._orphans:
             return []
         ended = set(task_ids)
-        return self._free(lambda orphan: orphan.life == engine.life and orphan.task_id in ended)
+        return self._free(
+            lambda orphan: _is_same_life(orphan.life, engine.life) and orphan.task_id in ended
+        )
 
     def add_worker(self, session: str, rank: int) -> int:
         owner = self._new_owner()
@@ -177,3 +183,8 @@ class Sessions:
         owner = self._next_owner
         self._next_owner += 1
         return owner
+
+
+def _is_same_life(one: str, other: str) -> bool:
+    """Whether it is the same process. Those that have not told are different ones."""
+    return one != "" and one == other
