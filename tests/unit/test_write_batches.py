@@ -18,6 +18,7 @@ from tests.caches import (
     save,
 )
 
+from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import StoreKey, Write
 from kvstrata.manager import cascade
 from kvstrata.manager.manager import KVManager
@@ -152,3 +153,44 @@ def test_reset_waits_for_what_is_under_way(manager: KVManager, disk: HeldDisk) -
     assert disk.log == ["written"] * 2 + ["drop"] + ["written"] * 2
     assert load(manager, ALICE, keys(0)) == []
     assert load(manager, BOB, keys(*range(4))) == contents(BOB, keys(*range(4)))
+
+
+def test_refused_resets_of_one_namespace_owe_one_drop(manager: KVManager, disk: HeldDisk) -> None:
+    """Nothing is written while a drop is owed: when it can be made it forgets all there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskStore, "drop_namespace", refused)
+        for namespace in (ALICE, BOB, ALICE, ALICE):
+            with pytest.raises(TierUnavailable, match="it is away"):
+                manager.reset(namespace)
+    manager.reset(ALICE)
+    assert disk.log == ["drop"] * 2
+    assert not any(manager._lower["disk"].owes_drop(namespace) for namespace in (ALICE, BOB))
+
+
+def refused(_store: DiskStore, _namespace: bytes) -> int:
+    raise TierUnavailable("it is away")
+
+
+def test_reset_while_a_drop_is_made_owes_another(
+    manager: KVManager, disk: HeldDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drop may have passed what another server has written to a shared tier by then."""
+    entered, go, drop = threading.Event(), threading.Event(), DiskStore.drop_namespace
+
+    def held(store: DiskStore, namespace: bytes) -> int:
+        entered.set()
+        assert go.wait(PATIENCE_SECONDS)
+        return drop(store, namespace)
+
+    monkeypatch.setattr(DiskStore, "drop_namespace", held)
+    first, second = (threading.Thread(target=manager.reset, args=[ALICE]) for _ in range(2))
+    first.start()
+    assert entered.wait(PATIENCE_SECONDS)
+    second.start()
+    owed = manager._lower["disk"]._owed_drops
+    eventually(lambda: owed[ALICE] == 2, "the second reset is not heard of")
+    go.set()
+    first.join(PATIENCE_SECONDS)
+    second.join(PATIENCE_SECONDS)
+    assert disk.log == ["drop"] * 2
+    assert not owed

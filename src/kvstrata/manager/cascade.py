@@ -84,7 +84,7 @@ class Cascade:
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
         self._taking = threading.Lock()  # held while a batch is taken and room is made for it
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
-        self._owed_drops: list[NamespaceId] = []
+        self._owed_drops: dict[NamespaceId, int] = {}  # with the resets since; guarded likewise
         self.meter = ReadMeter()
         self._finder = Finder(self._store)
         self._transfer = TransferEngine(
@@ -134,8 +134,14 @@ class Cascade:
         self._finder.find(keys, done)
 
     def owe_drop(self, namespace: NamespaceId) -> None:
-        """What the tier holds of *namespace* counts no longer; ``pay_drops`` makes it forget."""
-        self._owed_drops.append(namespace)
+        """What the tier holds of *namespace* counts no longer; ``pay_drops`` makes it forget.
+
+        Needs the lock. One drop serves all resets before it begins: it forgets whatever the tier
+        holds then, and nothing is written from here until it has succeeded. It does not serve one
+        that comes while it is made: other servers write to a remote tier too, maybe behind it.
+        Then another drop is owed.
+        """
+        self._owed_drops[namespace] = self._owed_drops.get(namespace, 0) + 1
 
     def owes_drop(self, namespace: NamespaceId) -> bool:
         return namespace in self._owed_drops
@@ -150,9 +156,12 @@ class Cascade:
                 raise TierUnavailable(
                     f"the {self._tier} tier does not end a write within {_FORGET_SECONDS} s"
                 )
-            while self._owed_drops:
-                self._inner.drop_namespace(self._owed_drops[0])  # others may append meanwhile
-                self._owed_drops.pop(0)
+            while (owed := self._next_drop()) is not None:
+                namespace, resets = owed
+                self._inner.drop_namespace(namespace)
+                with self._lock:
+                    if self._owed_drops[namespace] == resets:
+                        del self._owed_drops[namespace]
 
     def report(self) -> TierReport:
         size = self._inner.statistics()
@@ -188,6 +197,10 @@ class Cascade:
         self._finder.close()
         self._transfer.close(timeout_seconds)
         self._inner.close()
+
+    def _next_drop(self) -> tuple[NamespaceId, int] | None:
+        with self._lock:
+            return next(iter(self._owed_drops.items()), None)
 
     def _write_some(self) -> int:
         """Write a batch of blocks; its bytes, 0 without one. On a writer's thread."""
