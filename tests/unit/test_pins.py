@@ -25,7 +25,7 @@ from kvstrata.core.errors import LimitExceeded
 from kvstrata.core.types import BlockKey
 from kvstrata.manager import pins
 from kvstrata.manager.manager import KVManager
-from kvstrata.manager.tasks import TaskStatus
+from kvstrata.manager.tasks import TaskState, TaskStatus
 
 PROMPT = keys(1, 2, 3, 4)
 
@@ -98,6 +98,20 @@ def test_pinned_blocks_stay_until_their_time_is_up(
         load(manager, ALICE, keys(n))
     assert load(manager, ALICE, keys(1, 2)) == []
     assert not manager.unpin(number)
+
+
+def test_save_finds_the_room_that_pins_and_leases_have_left_whose_time_is_up(
+    manager: KVManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody looks anything up."""
+    save(manager, ALICE, keys(1, 2))
+    manager.pin(ALICE, keys(1), 60.0)
+    task = manager.get_match(ALICE, keys(1, 2))
+    later = time.monotonic() + 3600.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert save(manager, BOB, keys(1, 2, 3, 4)).missing == [0, 1, 2, 3]
+    assert load(manager, BOB, keys(1, 2, 3, 4)) == contents(BOB, keys(1, 2, 3, 4))
+    assert manager.try_wait([task.task_id])[task.task_id].state is TaskState.CANCELLED
 
 
 def test_each_pin_ends_at_its_own_time(roomy: KVManager, monkeypatch: pytest.MonkeyPatch) -> None:

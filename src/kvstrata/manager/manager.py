@@ -244,7 +244,9 @@ class KVManager:
         workers are attached.
         """
         asked = distinct(as_key_array(keys))
+        self._gets.expire()
         with self._lock:
+            self._pins.expire()
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             self._moves.expire()
