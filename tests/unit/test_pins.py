@@ -1,5 +1,6 @@
 """Pins: blocks that an operator keeps from leaving, by their keys or by the name of a request."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -112,6 +113,16 @@ def test_save_finds_the_room_that_pins_and_leases_have_left_whose_time_is_up(
     assert save(manager, BOB, keys(1, 2, 3, 4)).missing == [0, 1, 2, 3]
     assert load(manager, BOB, keys(1, 2, 3, 4)) == contents(BOB, keys(1, 2, 3, 4))
     assert manager.try_wait([task.task_id])[task.task_id].state is TaskState.CANCELLED
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 0.0, -1.0])
+def test_pin_for_no_time_or_for_ever_is_refused(manager: KVManager, seconds: float) -> None:
+    saves(manager, "r", keys(1))
+    with pytest.raises(ValueError, match=f"a pin for {seconds} s"):
+        manager.pin(ALICE, keys(1), seconds)
+    with pytest.raises(ValueError, match="its time is finite and more than 0"):
+        manager.pin_request("r", seconds)
+    assert manager.stats().pins == []
 
 
 def test_each_pin_ends_at_its_own_time(roomy: KVManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """KVManager: the truth about which blocks exist, and the tasks that load and save them."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -350,8 +351,9 @@ class KVManager:
         The number of the pin, for ``unpin``, and how many blocks it holds; 0 and 0 if the first is
         in neither. They stay in the tiers that they are in, and are not copied to another. At most
         half of the blocks of host memory and disk can be pinned at a time, in 1024 pins: then
-        ``LimitExceeded``.
+        ``LimitExceeded``. A time that is not finite or not above 0 is a ``ValueError``.
         """
+        _check_ttl(ttl_seconds)
         with self._lock:
             return self._pins.add(namespace, as_key_array(keys), ttl_seconds)
 
@@ -361,6 +363,7 @@ class KVManager:
         Only requests that ``explain`` has a decision for are known, and of several of one name the
         latest counts.
         """
+        _check_ttl(ttl_seconds)
         with self._lock:
             return self._pins.add_request(self._desk.decisions.of(request), ttl_seconds)
 
@@ -469,6 +472,11 @@ class KVManager:
             self._memory.prefault(progress)
         except (OSError, ValueError) as e:
             _log.warning("host memory could not be prefaulted: %s", e)
+
+
+def _check_ttl(seconds: float) -> None:
+    if not 0 < seconds < math.inf:  # as no NaN is
+        raise ValueError(f"a pin for {seconds} s: its time is finite and more than 0")
 
 
 def _policy_of(
