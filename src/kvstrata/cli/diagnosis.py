@@ -33,6 +33,7 @@ from kvstrata.core.limits import (
 from kvstrata.core.load import Setting, explain, python_hash_seed
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.core.units import human_bytes
+from kvstrata.observe.event_log import check_event_log
 from kvstrata.storage.disk_directory import check_directories
 from kvstrata.storage.disk_lock import LOCK_NAME
 from kvstrata.storage.shared_fs_directory import check_directory
@@ -240,7 +241,7 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
         found += check_shared(config.shared_tier)
     yield from found
     if config.event_log is not None:
-        yield check_event_log(config.event_log)
+        yield check_log(config.event_log)
     if any(finding.level == "problem" for finding in found):
         message = "not tried, because of the problem with a tier above"
         yield Finding("round trip", "warning", message, "solve that first")
@@ -288,14 +289,10 @@ def check_shared(tier: SharedTier) -> Iterator[Finding]:
     yield Finding("shared", "ok", message)
 
 
-def check_event_log(path: Path) -> Finding:
-    """Whether *path* can be written. Does not open it: a running server may be writing it."""
-    exists = path.exists()
-    where = path if exists else path.parent
-    if where.is_dir() != exists and os.access(where, os.W_OK):
-        return Finding("event log", "ok", f"lookups and saves are written to {path}")
-    remedy = "name a file in a directory that exists and can be written"
-    return Finding("event log", "problem", f"{path} cannot be written", remedy)
+def check_log(path: Path) -> Finding:
+    """Whether *path* can be written, also while a running server writes it."""
+    problem = _problem_of("event log", partial(check_event_log, path))
+    return problem or Finding("event log", "ok", f"lookups and saves are written to {path}")
 
 
 def _problem_of(subject: str, check: Callable[[], None]) -> Finding | None:
