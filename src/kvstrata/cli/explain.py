@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvstrata.manager.decisions import Decision
 
-__all__ = ["ExplainOption", "show_decisions"]
+__all__ = ["ExplainOption", "show_decisions", "why_no_more"]
 
 ExplainOption = Annotated[
     str | None,
@@ -27,10 +27,10 @@ ExplainOption = Annotated[
 ]
 
 _REASONS = {
-    "all": "all of it",
+    "all": "{all}",
     "recompute": "the rest is computed sooner than read",
     "too_late": "the rest would come after the load timeout",
-    "probe": "all of it, to measure a slow tier again",
+    "probe": "{all}, to measure a slow tier again",
     "no_room": "no room in host memory for the rest",
     "off": "the rest begins in a tier that is switched off",
 }
@@ -55,6 +55,15 @@ def show_decisions(socket: Path | None, request: str, *, as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
+def why_no_more(decision: "Decision") -> str:
+    """Why *decision* takes as many blocks as it does."""
+    is_whole = decision.kind == "put" or decision.taken_blocks == decision.asked_blocks
+    taken = "all of it" if is_whole else "all that was found"
+    if not is_whole and not decision.taken_blocks and decision.reason == "all":
+        return "nothing was found"
+    return _REASONS[decision.reason].format(all=taken)
+
+
 def _print(console: "Console", decisions: list["Decision"]) -> None:
     numbers = ("asked", "host", "disk", "remote", "taken", "load ms", "compute ms")
     table = plain_table("time", "what", *numbers, "why no more", right=numbers)
@@ -70,7 +79,7 @@ def _print(console: "Console", decisions: list["Decision"]) -> None:
             f"{each.taken_blocks:,}",
             f"{each.load_seconds * 1e3:.1f}" if each.kind == "get" else "",
             "" if computed is None else f"{computed * 1e3:.1f}",
-            _REASONS[each.reason],
+            why_no_more(each),
         )
     console.print(table)
     last = next((each.last_block for each in reversed(decisions) if each.last_block), "")

@@ -1,0 +1,38 @@
+"""What `kvstrata inspect --explain` says of decisions."""
+
+import pytest
+
+from kvstrata.cli.explain import why_no_more
+from kvstrata.manager.decisions import Decision
+from kvstrata.manager.planner import Reason
+
+
+def get(asked: int, taken: int, reason: Reason) -> Decision:
+    return Decision(0.0, "get", "r", "6162", 1, asked, taken_blocks=taken, reason=reason.value)
+
+
+def put(asked: int, known: int, taken: int, reason: str) -> Decision:
+    return Decision(
+        0.0, "put", "r", "6162", 1, asked, host_blocks=known, taken_blocks=taken, reason=reason
+    )
+
+
+@pytest.mark.parametrize(
+    ("decision", "said"),
+    [
+        (get(15, 0, Reason.ALL), "nothing was found"),
+        (get(15, 12, Reason.ALL), "all that was found"),
+        (get(15, 15, Reason.ALL), "all of it"),
+        (get(15, 12, Reason.PROBE), "all that was found, to measure a slow tier again"),
+        (get(15, 15, Reason.PROBE), "all of it, to measure a slow tier again"),
+        (get(15, 12, Reason.RECOMPUTE), "the rest is computed sooner than read"),
+        (get(15, 0, Reason.TOO_LATE), "the rest would come after the load timeout"),
+        (get(15, 1, Reason.OFF), "the rest begins in a tier that is switched off"),
+        (get(15, 1, Reason.NO_ROOM), "no room in host memory for the rest"),
+        (put(15, 3, 12, "all"), "all of it"),
+        (put(15, 15, 0, "all"), "all of it"),
+        (put(15, 3, 1, "no_room"), "no room in host memory for the rest"),
+    ],
+)
+def test_reason_why_no_more_is_taken(decision: Decision, said: str) -> None:
+    assert why_no_more(decision) == said
