@@ -28,10 +28,13 @@ def put(asked: int, known: int, taken: int, reason: str) -> Decision:
         (get(15, 12, Reason.RECOMPUTE), "the rest is computed sooner than read"),
         (get(15, 0, Reason.TOO_LATE), "the rest would come after the load timeout"),
         (get(15, 1, Reason.OFF), "the rest begins in a tier that is switched off"),
-        (get(15, 1, Reason.NO_ROOM), "no room in host memory for the rest"),
+        (
+            get(15, 1, Reason.NO_ROOM),
+            "no room for the rest in host memory, or in the model's quota",
+        ),
         (put(15, 3, 12, "all"), "all of it"),
         (put(15, 15, 0, "all"), "all of it"),
-        (put(15, 3, 1, "no_room"), "no room in host memory for the rest"),
+        (put(15, 3, 1, "no_room"), "no room for the rest in host memory, or in the model's quota"),
     ],
 )
 def test_reason_why_no_more_is_taken(decision: Decision, said: str) -> None:

@@ -31,7 +31,7 @@ _REASONS = {
     "recompute": "the rest is computed sooner than read",
     "too_late": "the rest would come after the load timeout",
     "probe": "{all}, to measure a slow tier again",
-    "no_room": "no room in host memory for the rest",
+    "no_room": "no room for the rest in host memory, or in the model's quota",
     "off": "the rest begins in a tier that is switched off",
 }
 
