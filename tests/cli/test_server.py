@@ -135,7 +135,11 @@ def test_inspect_explains_what_was_decided_for_a_request(place: Path) -> None:
     assert (decision["request"], decision["taken_blocks"]) == ("cmpl-7", 3)
     assert decision["last_block"] == keys[2].hex()
     assert unknown.returncode == 1
-    assert "no server has decided anything for 'cmpl-8'" in unknown.stderr
+    assert unknown.stderr == (
+        "error: no server has decided anything for 'cmpl-8' lately\n"
+        "  hint: a prompt shorter than one block, and one that the engine found whole in its own "
+        "device memory, are never looked up\n"
+    )
 
 
 def test_without_a_socket_every_live_server_of_the_user_is_shown(place: Path) -> None:

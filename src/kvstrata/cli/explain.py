@@ -26,6 +26,9 @@ ExplainOption = Annotated[
     ),
 ]
 
+_UNKNOWN = """error: no server has decided anything for {!r} lately
+  hint: a prompt shorter than one block, and one that the engine found whole in its own device \
+memory, are never looked up"""
 _REASONS = {
     "all": "{all}",
     "recompute": "the rest is computed sooner than read",
@@ -51,7 +54,7 @@ def show_decisions(socket: Path | None, request: str, *, as_json: bool) -> None:
             console.print(f"server {path}", style="bold", markup=False, soft_wrap=True)
             _print(console, found)
     if not any(found for _, found in answers):
-        typer.echo(f"error: no server has decided anything for {request!r} lately", err=True)
+        typer.echo(_UNKNOWN.format(request), err=True)
         raise typer.Exit(FAILED)
 
 
