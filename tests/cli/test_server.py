@@ -127,8 +127,10 @@ def test_inspect_explains_what_was_decided_for_a_request(place: Path) -> None:
         shown = printed("inspect", "--socket", str(path), "--explain", "cmpl-7")
         as_json = printed("inspect", "--socket", str(path), "--explain", "cmpl-7", "--json")
         unknown = kvstrata("inspect", "--socket", str(path), "--explain", "cmpl-8")
-    row, last = shown.splitlines()[-2:]
-    assert row.split()[1:] == ["load", "3", "3", "0", "0", "3", "0.0", "all", "of", "it"]
+    heading, row, reason, last = shown.splitlines()[-4:]
+    assert heading.split()[:3] == ["time", "what", "asked"]
+    assert row.split()[1:] == ["load", "3", "3", "0", "0", "3", "0.0"]
+    assert reason == "  why no more: all of it"
     assert last == f"last block found or saved: {keys[2].hex()}"
     (server,) = json.loads(as_json)["servers"]
     (decision,) = server["decisions"]

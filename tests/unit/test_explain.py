@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstrata.cli.explain import why_no_more
+from kvstrata.cli.explain import table_lines, why_no_more
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.planner import Reason
 
@@ -39,3 +39,20 @@ def put(asked: int, known: int, taken: int, reason: str) -> Decision:
 )
 def test_reason_why_no_more_is_taken(decision: Decision, said: str) -> None:
     assert why_no_more(decision) == said
+
+
+LONGEST = "  why no more: no room for the rest in host memory, or in the model's quota"
+
+
+def test_table_fits_80_columns_with_the_reason_on_a_line_of_its_own() -> None:
+    decision = Decision(
+        1e9, "get", "r", "6162", 1, 8192, 4096, 2048, 100, 6244, "no_room", 1.25, 12.5
+    )
+    heading, row, reason, next_row, next_reason = table_lines([decision, put(15, 3, 12, "all")])
+    assert heading == (
+        "time          what  asked   host   disk  remote  taken  load ms  compute ms"
+    )
+    assert row[12:] == ("  load  8,192  4,096  2,048     100  6,244  1,250.0    12,500.0")
+    assert next_row[12:].split() == ["save", "15", "3", "0", "0", "12"]
+    assert (reason, next_reason) == (LONGEST, "  why no more: all of it")
+    assert max(map(len, [heading, row, reason, next_row, next_reason])) <= 80

@@ -1,13 +1,14 @@
 """`kvstrata inspect --explain`: what was decided for one request, and on which figures."""
 
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, plain_table
+from kvstrata.cli.reporting import FAILED
 from kvstrata.cli.servers import ask
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvstrata.manager.decisions import Decision
 
-__all__ = ["ExplainOption", "show_decisions", "why_no_more"]
+__all__ = ["ExplainOption", "show_decisions", "table_lines", "why_no_more"]
 
 ExplainOption = Annotated[
     str | None,
@@ -26,10 +27,14 @@ ExplainOption = Annotated[
     ),
 ]
 
-_UNKNOWN = """error: no server has decided anything for {!r} lately
+_TITLES: Final = (
+    *("time", "what", "asked", "host", "disk", "remote", "taken", "load ms", "compute ms"),
+)
+_NAMES: Final = 2  # of the columns; the others are numbers
+_UNKNOWN: Final = """error: no server has decided anything for {!r} lately
   hint: a prompt shorter than one block, and one that the engine found whole in its own device \
 memory, are never looked up"""
-_REASONS = {
+_REASONS: Final = {
     "all": "{all}",
     "recompute": "the rest is computed sooner than read",
     "too_late": "the rest would come after the load timeout",
@@ -67,24 +72,41 @@ def why_no_more(decision: "Decision") -> str:
     return _REASONS[decision.reason].format(all=taken)
 
 
+def table_lines(decisions: list["Decision"]) -> Iterator[str]:
+    """A heading, and of each of *decisions* its figures and below them why it takes no more."""
+    rows = [_TITLES, *map(_cells, decisions)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if number < _NAMES else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    yield lines[0]
+    for line, decision in zip(lines[1:], decisions, strict=True):
+        yield line
+        yield f"  why no more: {why_no_more(decision)}"
+
+
+def _cells(decision: "Decision") -> tuple[str, ...]:
+    computed = decision.recompute_seconds
+    return (
+        datetime.fromtimestamp(decision.at_seconds).astimezone().strftime("%H:%M:%S.%f")[:-3],
+        "load" if decision.kind == "get" else "save",
+        f"{decision.asked_blocks:,}",
+        f"{decision.host_blocks:,}",
+        f"{decision.disk_blocks:,}",
+        f"{decision.remote_blocks:,}",
+        f"{decision.taken_blocks:,}",
+        f"{decision.load_seconds * 1e3:,.1f}" if decision.kind == "get" else "",
+        "" if computed is None else f"{computed * 1e3:,.1f}",
+    )
+
+
 def _print(console: "Console", decisions: list["Decision"]) -> None:
-    numbers = ("asked", "host", "disk", "remote", "taken", "load ms", "compute ms")
-    table = plain_table("time", "what", *numbers, "why no more", right=numbers)
-    for each in decisions:
-        computed = each.recompute_seconds
-        table.add_row(
-            datetime.fromtimestamp(each.at_seconds).astimezone().strftime("%H:%M:%S.%f")[:-3],
-            "load" if each.kind == "get" else "save",
-            f"{each.asked_blocks:,}",
-            f"{each.host_blocks:,}",
-            f"{each.disk_blocks:,}",
-            f"{each.remote_blocks:,}",
-            f"{each.taken_blocks:,}",
-            f"{each.load_seconds * 1e3:.1f}" if each.kind == "get" else "",
-            "" if computed is None else f"{computed * 1e3:.1f}",
-            why_no_more(each),
-        )
-    console.print(table)
+    for number, line in enumerate(table_lines(decisions)):
+        console.print(line, style="" if number else "bold", markup=False, soft_wrap=True)
     last = next((each.last_block for each in reversed(decisions) if each.last_block), "")
     if last:
         console.print(f"last block found or saved: {last}", soft_wrap=True)
