@@ -1,6 +1,9 @@
 """What `kvstrata inspect --explain` says of decisions."""
 
+import re
+
 import pytest
+from msgspec.structs import replace
 
 from kvstrata.cli.explain import table_lines, why_no_more
 from kvstrata.manager.decisions import Decision
@@ -53,6 +56,24 @@ def test_table_fits_80_columns_with_the_reason_on_a_line_of_its_own() -> None:
         "time          what  asked   host   disk  remote  taken  load ms  compute ms"
     )
     assert row[12:] == ("  load  8,192  4,096  2,048     100  6,244  1,250.0    12,500.0")
-    assert next_row[12:].split() == ["save", "15", "3", "0", "0", "12"]
+    assert next_row[12:].split() == ["save", "15", "3", "0", "0", "12", "-", "-"]
     assert (reason, next_reason) == (LONGEST, "  why no more: all of it")
     assert max(map(len, [heading, row, reason, next_row, next_reason])) <= 80
+
+
+def figures(decision: Decision) -> list[str]:
+    """Load and compute ms."""
+    _, row, _ = table_lines([decision])
+    return re.split(" {2,}", row)[-2:]
+
+
+def test_time_to_load_is_told_where_something_has_to_be_read() -> None:
+    found = Decision(0.0, "get", "r", "6162", 1, 4, 1, 2, 1, 4, "all", 0.25, 0.5)
+    assert figures(found) == ["250.0", "500.0"]
+    assert figures(replace(found, load_seconds=0.0)) == ["not measured", "500.0"]
+    in_memory = replace(found, host_blocks=4, disk_blocks=0, remote_blocks=0)
+    assert figures(replace(in_memory, load_seconds=0.0)) == ["-", "500.0"]
+    assert figures(replace(in_memory, recompute_seconds=None)) == ["-", "-"]
+    assert figures(get(4, 0, Reason.ALL)) == ["-", "-"]
+    assert figures(replace(get(4, 0, Reason.TOO_LATE), recompute_seconds=0.0)) == ["-", "-"]
+    assert figures(put(4, 1, 3, "all")) == ["-", "-"]

@@ -30,6 +30,7 @@ ExplainOption = Annotated[
 _TITLES: Final = (
     *("time", "what", "asked", "host", "disk", "remote", "taken", "load ms", "compute ms"),
 )
+_NONE: Final = "-"
 _NAMES: Final = 2  # of the columns; the others are numbers
 _UNKNOWN: Final = """error: no server has decided anything for {!r} lately
   hint: a prompt shorter than one block, and one that the engine found whole in its own device \
@@ -99,9 +100,18 @@ def _cells(decision: "Decision") -> tuple[str, ...]:
         f"{decision.disk_blocks:,}",
         f"{decision.remote_blocks:,}",
         f"{decision.taken_blocks:,}",
-        f"{decision.load_seconds * 1e3:,.1f}" if decision.kind == "get" else "",
-        "" if computed is None else f"{computed * 1e3:,.1f}",
+        _load_ms(decision),
+        f"{computed * 1e3:,.1f}" if computed and decision.taken_blocks else _NONE,
     )
+
+
+def _load_ms(decision: "Decision") -> str:
+    """How long what has to be read was expected to take; it is above 0 once measured."""
+    if decision.kind == "put" or not decision.disk_blocks + decision.remote_blocks:
+        return _NONE
+    if not decision.load_seconds:
+        return "not measured"
+    return f"{decision.load_seconds * 1e3:,.1f}"
 
 
 def _print(console: "Console", decisions: list["Decision"]) -> None:
