@@ -335,6 +335,19 @@ def test_parents_leave_after_they_were_written_though_their_children_are_below()
     bench.memory.close()
 
 
+def test_prompt_that_was_written_when_it_left_loses_its_end_first() -> None:
+    """Its end leaves host memory first, and must not count as the older part on disk."""
+    bench = Bench(slots=4, disk_blocks=4, rule=WriteRule("evicted"))
+    prompt = bench.index.insert(ALICE, as_key_array([key(name) for name in range(4)]))
+    bench.cache.reserve(prompt, bench.cache.take_slots(ALICE, 4), WRITING)
+    bench.cache.fill(prompt, WRITING)
+    assert len(bench.cache.take_slots(BOB, 4)) == 0
+    assert len(bench.cascade()) == 4
+    bench.cache.make_disk_room(bench.insert(9, ns=BOB))
+    assert bench.index.where[prompt].tolist() == [HOST | DISK] * 3 + [HOST]
+    bench.memory.close()
+
+
 def test_host_memory_turns_over_while_a_tier_that_is_written_late_is_away() -> None:
     bench = Bench(slots=1, disk_blocks=4, rule=WriteRule("evicted"))
     bench.put(1)
@@ -451,6 +464,19 @@ def test_forgotten_blocks_are_found_wherever_they_are(
     assert bench.cache.reap_calls > 1
     forget(bench)
     assert bench.cache.host_used == 1
+
+
+def test_forgotten_blocks_make_room_before_others_have_to_leave() -> None:
+    bench = Bench(slots=4, disk_blocks=0)
+    oldest = [bench.put(name, namespace=BOB) for name in (1, 2)]
+    forgotten = [bench.slot(bench.put(name)) for name in (3, 4)]
+    bench.cache.forget(ALICE)  # and nothing is reaped yet
+    slots = bench.cache.take_slots(BOB, 2)
+    assert sorted(slots.tolist()) == forgotten
+    assert [bench.where(block) for block in oldest] == [HOST, HOST]
+    assert bench.count("evicted_blocks_total{tier=host}") == 0
+    bench.cache.check(slots.tolist())
+    bench.memory.close()
 
 
 def test_slot_of_a_forgotten_block_is_free_when_its_last_reader_is_done(bench: Bench) -> None:
