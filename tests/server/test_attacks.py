@@ -157,6 +157,41 @@ def test_client_that_asks_on_and_never_reads_is_not_read_either_and_then_dropped
         client.close()
 
 
+def test_client_that_never_reads_is_not_read_from_while_answers_wait(path: Path) -> None:
+    """Not read from, and no request carried out: of the answers, one at most is over the limit."""
+    unread_bytes = 10_000
+    limits = Limits(unread_bytes=unread_bytes, unread_news_bytes=1 << 30, send_seconds=1e6)
+    with arena(path, limits) as (server, honest):
+        client = welcomed(server, OBSERVER)
+        frames, before = p.encode(p.Stats(1)) * 1000, server.clients
+
+        def takes_any() -> bool:
+            """Whether the server reads from it while it serves another."""
+            client.sock.setblocking(False)
+            try:
+                client.sock.send(frames)  # cut anywhere: nobody will read that far
+            except BlockingIOError:
+                return False
+            return True
+
+        def is_left_alone() -> bool:
+            assert waiting_bytes(server) < 2 * unread_bytes
+            taken = takes_any()
+            honest.uses_the_cache()
+            return not taken
+
+        eventually(is_left_alone, "it is read from for ever")
+        assert waiting_bytes(server) > unread_bytes
+        assert server.clients == before
+        client.close()
+
+
+def waiting_bytes(server: Server) -> int:
+    """Of answers, until the clients read."""
+    clients = list(server._switchboard._clients.values())
+    return sum(client.connection.unread_bytes for client in clients)
+
+
 def test_client_that_never_reads_its_news_holds_no_disk_and_is_dropped(
     tmp_path: Path, path: Path
 ) -> None:
