@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -214,6 +215,19 @@ def test_prompt_that_can_never_fit_is_kept_in_part_and_drives_out_a_tenth(evicti
     manager.close()
 
 
+def test_long_prompt_outlives_short_ones_that_were_used_since_where_cost_counts() -> None:
+    """Its blocks are dearer to compute: each looks back at all before it."""
+    manager = KVManager(config(680, eviction="cost"), block_bytes=BLOCK_BYTES)
+    long, short = keys(*range(640)), [keys(n) for n in range(1000, 1080)]
+    for prompt in [long, *short]:
+        save(manager, ALICE, prompt)
+    assert count(manager, "evicted_blocks_total{tier=host}") == 40
+    assert manager.get_match(ALICE, long).matched_blocks == 640
+    manager.disconnect(0)
+    assert [prompt for prompt in short if load(manager, ALICE, prompt)] == short[40:]
+    manager.close()
+
+
 def test_save_does_not_evict_the_prefix_that_it_continues(manager: KVManager) -> None:
     save(manager, ALICE, keys(1, 2, 3))
     save(manager, ALICE, keys(1, 2, 3, 4, 5, 6))
@@ -275,6 +289,24 @@ def test_lease_of_a_get_that_was_forgotten_ends_in_time(
         assert manager.get_match(ALICE, keys(2)) == DONE
     assert manager.try_wait([task.task_id])[task.task_id].state is TaskState.CANCELLED
     assert "was given up" in caplog.text
+
+
+def test_load_that_takes_longer_than_the_lease_before_it_has_as_long_again(
+    manager: KVManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(manager, ALICE, keys(1))
+    began, lease_seconds = time.monotonic(), manager._gets._lease_seconds
+
+    def state_at(leases: float) -> TaskState:
+        monkeypatch.setattr(time, "monotonic", lambda: began + leases * lease_seconds)
+        assert manager.get_match(ALICE, keys(9)) == DONE  # looks whose time is up
+        return manager.try_wait([task.task_id])[task.task_id].state
+
+    task = manager.get_match(ALICE, keys(1))
+    assert state_at(0.9) is TaskState.READY
+    manager.launch([task.task_id])
+    assert state_at(1.8) is TaskState.RUNNING
+    assert state_at(2.0) is TaskState.CANCELLED
 
 
 def test_wait_ends_at_its_deadline(manager: KVManager) -> None:
@@ -342,6 +374,27 @@ def test_slots_of_a_worker_whose_line_broke_are_reused_only_after_a_while(
     eventually(lambda: manager.put_match(BOB, keys(1)).missing == [0], "the slots are kept")
     manager.disconnect(0)
     manager.close()
+
+
+def test_scheduler_that_connects_again_ends_its_earlier_connections(manager: KVManager) -> None:
+    """It may be back before the server has seen the end of the line."""
+    first = manager.connect_engine("e", 1, life="a")
+    other = manager.connect_engine("f", 1, life="b")
+    manager.connect_worker("e", 0)
+    save(manager, ALICE, keys(1), owner=first)
+    get = manager.get_match(ALICE, keys(1), owner=first)
+    put = manager.put_match(ALICE, keys(2, 3), owner=first)
+    manager.launch([put.task_id], owner=first)
+    again = manager.connect_engine("e", 1, life="a", running=[put.task_id])
+    ended = manager.try_wait([get.task_id, put.task_id]).values()
+    assert [status.state for status in ended] == [TaskState.CANCELLED] * 2
+    assert set(known(manager).values()) == {0}
+    assert [engine["session"] for engine in manager.stats().engines] == ["f", "e"]
+    manager.check()
+    assert manager.stats().tiers[0].used_blocks == 3  # the workers may still be writing
+    manager.fail([put.task_id], owner=again)
+    assert manager.stats().tiers[0].used_blocks == 1
+    manager.disconnect(other)
 
 
 def test_save_that_a_dead_engine_was_making_can_be_made_by_another(manager: KVManager) -> None:
@@ -458,6 +511,17 @@ def test_restart_finds_what_was_written_down(managers: list[KVManager], tmp_path
     assert first.server_id != again.server_id
 
 
+def test_restart_finds_what_was_to_be_written_when_it_leaves(
+    managers: list[KVManager], tmp_path: Path
+) -> None:
+    first = KVManager(config(4, tmp_path, write="evicted"), block_bytes=BLOCK_BYTES)
+    save(first, ALICE, keys(1, 2, 3))
+    assert first.stats().tiers[1].used_blocks == 0
+    first.close()
+    again = open_(managers, 4, tmp_path)
+    assert load(again, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1, 2, 3))
+
+
 def test_full_disk_gives_up_blocks_and_the_last_of_a_prompt_first(
     managers: list[KVManager], tmp_path: Path
 ) -> None:
@@ -516,6 +580,31 @@ def test_two_gets_wait_for_one_read(
     assert bytes(manager.view(found.slots[0])) == content(ALICE, key(1))
     assert count(manager, "promoted_blocks_total{tier=disk}") == 1
     manager.cancel(tasks[1:])
+
+
+def test_read_that_nobody_waits_for_any_more_leaves_its_blocks_on_disk(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 8, tmp_path)
+    busy, asked = [keys(n)[:1] for n in range(10, 14)], keys(1, 2)
+    for prompt in [*busy, asked]:
+        save(manager, ALICE, prompt)
+    drained(manager)
+    push_out(manager, 8)
+    go, read = threading.Event(), DiskStore.read_into
+    monkeypatch.setattr(
+        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
+    )
+    first = [manager.prefetch(ALICE, prompt) for prompt in busy]  # all readers
+    given_up = manager.get_match(ALICE, asked).task_id
+    assert reads_running(manager) == 6
+    manager.cancel([given_up])
+    before = on_disk(manager)
+    go.set()
+    eventually(lambda: not reads_running(manager), "the reads do not end")
+    assert count(manager, "promoted_blocks_total{tier=disk}") == len(first)
+    assert on_disk(manager) == before
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)
 
 
 def test_promotion_without_a_slot_is_no_hit(managers: list[KVManager], tmp_path: Path) -> None:
