@@ -22,9 +22,9 @@ class Decision(msgspec.Struct, frozen=True):
     namespace: str  # hex
     task_id: int
     asked_blocks: int
-    host_blocks: int = 0  # get: found there; put: known already, in whatever tier
-    disk_blocks: int = 0
-    remote_blocks: int = 0
+    host_blocks: int = 0  # get: found there; put: there already, on the way there or being written
+    disk_blocks: int = 0  # get: found only there; put: known already, and only there
+    remote_blocks: int = 0  # get: found only there
     taken_blocks: int = 0  # get: to be loaded; put: to be saved
     reason: str = ""  # why no more
     load_seconds: float = 0.0  # get: expected until all is in host memory

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstrata.core.keys import ABSENT, KeyArray, as_key_array
 from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
@@ -17,6 +18,7 @@ from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 
 _HERE: Final = HOST | ARRIVING
+_IN_HOST: Final = np.uint8(_HERE | WRITING)
 
 
 class Lower(Protocol):
@@ -48,7 +50,8 @@ class Puts:
         saved_in = self._saved_in()
         is_known = (found != ABSENT) & cache.has(found, saved_in | WRITING)
         known = found[is_known]
-        saved = int(np.count_nonzero(cache.has(known, saved_in)))
+        where = index.where.take(known)
+        saved = int(np.count_nonzero(where & np.uint8(saved_in)))
         missing = np.flatnonzero(~is_known)
         above = self._parent(namespace, parent)
         held = known
@@ -68,7 +71,7 @@ class Puts:
         shed = len(missing) - len(new)
         cache.counters.add(metrics.SHED_BLOCKS, shed)
         last = keys[len(ids) - 1].tobytes() if len(ids) else b""
-        self._explain(task, namespace, request, asked=len(keys), known=len(known), last=last)
+        self._explain(task, namespace, request, asked=len(keys), where=where, last=last)
         if not len(new):
             return TaskStatus(0, TaskState.DONE if saved == len(keys) else TaskState.FAILED)
         self.tasks[task.task_id] = task
@@ -123,10 +126,12 @@ class Puts:
         request: str,
         *,
         asked: int,
-        known: int,
+        where: NDArray[np.uint8],
         last: BlockKey,
     ) -> None:
-        wanted = asked - known
+        """*where* as of the index, of the blocks that were known."""
+        wanted = asked - len(where)
+        in_host = int(np.count_nonzero(where & _IN_HOST))
         self._desk.decisions.add(
             Decision(
                 time.time(),
@@ -135,7 +140,8 @@ class Puts:
                 namespace.hex(),
                 task.task_id if len(task.ids) else 0,
                 asked,
-                host_blocks=known,
+                host_blocks=in_host,
+                disk_blocks=len(where) - in_host,
                 taken_blocks=len(task.ids),
                 reason="all" if len(task.ids) == wanted else "no_room",
                 last_block=last.hex(),
