@@ -48,7 +48,10 @@ class _Batch(NamedTuple):
 
 
 class Cascade:
-    """Writes every block of host memory through to one tier below, and reads blocks back.
+    """Writes blocks of host memory to one tier below, and reads blocks back.
+
+    Which, and when, the tier's ``write`` says: all as soon as they are saved, those that have to
+    leave, or those that were found often enough.
 
     The lock of *desk* guards *cache* and is not held over I/O.
     """

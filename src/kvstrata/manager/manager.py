@@ -236,8 +236,8 @@ class KVManager:
         owner: int = LOCAL_OWNER,
         request: str = "",
     ) -> TaskStatus:
-        """Reserve host slots for those of *keys* that are nowhere, or only on a disk that is
-        switched off, and that nobody is saving.
+        """Reserve host slots for those of *keys* that are nowhere, or only in the remote tier or on
+        a disk that is switched off, and that nobody is saving.
 
         *keys* follow each other in a prompt, *parent* is the block before them. When host memory
         has no room for all, the leading ones get it. Without a task ``task_id`` is 0: ``DONE`` if
