@@ -10,7 +10,7 @@ from tests.machines import machine_settings
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import ABSENT, BlockIds, as_key_array
-from kvstrata.index.places import ARRIVING, DISK, HOST, NO_SLOT, REMOTE, WRITING
+from kvstrata.index.places import ARRIVING, DISK, HELD, HOST, NO_SLOT, REMOTE, WRITING
 from kvstrata.index.tree import PrefixIndex
 
 CAPACITY = 14
@@ -257,6 +257,7 @@ class TreeMachine(RuleBasedStateMachine):
                 sum(bool(b.where & (HOST | DISK)) for b in mine),
                 sum(bool(b.where & HOST) for b in mine),
                 sum(bool(b.where & DISK) for b in mine),
+                sum(bool(b.where & HELD) for b in mine),
             )
         everything = [i for piece in self.index.ids() for i in piece.tolist()]
         assert everything == sorted(b.block_id for b in self.known.values())

@@ -306,15 +306,48 @@ def test_what_is_found_too_seldom_is_not_written_if_so_wished() -> None:
 
 def test_written_before_it_leaves_if_so_wished() -> None:
     bench = Bench(slots=2, disk_blocks=4, rule=WriteRule("evicted"))
-    a, b = bench.put(1), bench.put(2)
+    a = bench.put(1)
     assert (bench.woken, bench.cache.writes.waiting("disk")) == ([], 0)
-    assert len(bench.cache.take_slots(ALICE, 1)) == 0  # the oldest has to be written first
-    assert bench.woken == ["disk"]
+    b = bench.put(2)
+    assert bench.woken == ["disk"]  # one more has no room
+    assert len(bench.cache.take_slots(ALICE, 2)) == 0  # and the oldest has to be written first
     assert bench.cascade().tolist() == [*a.tolist(), *b.tolist()]
     assert bench.slot(bench.put(3)) == 0
     assert bench.where(a) == DISK
     assert bench.count("lost_blocks_total") == 0
     bench.cache.check([])
+    bench.memory.close()
+
+
+@pytest.mark.parametrize("quota", [None, 0.5])
+def test_what_is_saved_steadily_finds_room_while_blocks_are_written_late(
+    quota: float | None,
+) -> None:
+    """What leaves next is written before it has to: only then can the next prompt be saved whole."""
+    bench = Bench(slots=8, disk_blocks=99, rule=WriteRule("evicted"))
+    if quota:
+        bench.cache.limit(ALICE, quota)
+    for first in range(0, 60, 3):
+        slots = bench.cache.take_slots(ALICE, 3)
+        assert len(slots) == 3
+        ids = bench.index.insert(ALICE, as_key_array([key(first + i) for i in range(3)]))
+        bench.cache.reserve(ids, slots, WRITING)
+        bench.cache.fill(ids, WRITING)
+        bench.cascade()
+    assert bench.count("lost_blocks_total") == 0
+    bench.cache.check([])
+    bench.memory.close()
+
+
+def test_what_was_never_to_be_written_is_not_lost() -> None:
+    bench = Bench(slots=2, disk_blocks=4, rule=WriteRule("reused", 2))
+    a, b = bench.put(1), bench.put(2)
+    for found in (a, b, b):
+        bench.cache.touch(found)
+    bench.cache.drop_from_host(a)
+    assert bench.count("lost_blocks_total") == 0
+    bench.cache.drop_from_host(b)  # it waits
+    assert bench.count("lost_blocks_total") == 1
     bench.memory.close()
 
 

@@ -6,15 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
-from kvstrata.index.places import DISK, HOST, LOCAL
+from kvstrata.index.places import DISK, HELD, HOST, LOCAL
 
-_COUNTED: Final = (LOCAL, HOST, DISK)
+_COUNTED: Final = (LOCAL, HOST, DISK, HELD)
+_ANY: Final = LOCAL | HELD
 
 
 class NamespaceCounts(NamedTuple):
     blocks: int  # in host memory or on disk
     host: int
     disk: int
+    host_slots: int  # of those in host memory, arriving there or being written
 
 
 class Census:
@@ -25,7 +27,7 @@ class Census:
 
     def of(self, number: int) -> NamespaceCounts:
         if number >= self._counts.shape[1]:
-            return NamespaceCounts(0, 0, 0)
+            return NamespaceCounts(0, 0, 0, 0)
         return NamespaceCounts(*self._counts[:, number].tolist())
 
     def count(
@@ -36,7 +38,7 @@ class Census:
         places: int,
     ) -> None:
         """Blocks of these namespaces have come to *places* or left them."""
-        if not len(numbers) or not places & LOCAL:
+        if not len(numbers) or not places & _ANY:
             return
         first = int(numbers[0])
         alone = bool((numbers == first).all())

@@ -77,7 +77,7 @@ class PrefixIndex:
     def counts(self, namespace: NamespaceId) -> NamespaceCounts:
         """How many blocks *namespace* has, and where."""
         number = self._table.namespace_number(namespace)
-        return NamespaceCounts(0, 0, 0) if number == ABSENT else self._census.of(number)
+        return NamespaceCounts(0, 0, 0, 0) if number == ABSENT else self._census.of(number)
 
     def find(self, namespace: NamespaceId, keys: KeyArray) -> BlockIds:
         """The id of each key, ``ABSENT`` where it is not known."""

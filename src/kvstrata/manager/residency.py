@@ -53,6 +53,13 @@ def evicted_at_least(slots: int) -> int:
     return max(1, min(256, slots >> 12))
 
 
+def _most_taken(room: int, whole: int, above: int) -> int:
+    """How many blocks of others a prompt of *whole* may drive out of *room*, *above* being there."""
+    if whole <= room:
+        return room
+    return max(0, max(1, room // _OVERSIZE_SHARE) - above)
+
+
 class Residency:
     """The index with the slots of the host tier and the room of the disk tier kept in step."""
 
@@ -147,18 +154,21 @@ class Residency:
         self._host.limit(namespace, max(1, int(share * self._slots.capacity)))
         self._disk.limit(namespace, max(1, int(share * self._disk_capacity)))
 
-    def take_slots(self, namespace: NamespaceId, count: int) -> Slots:
+    def take_slots(
+        self, namespace: NamespaceId, count: int, *, whole: int = 0, above: int = 0
+    ) -> Slots:
         """At most *count* host slots for *namespace*, at the cost of the worst blocks there.
 
-        Fewer where no more blocks may leave. What is larger than the whole tier can not be kept
-        and gets the free slots and a tenth of the tier: it would drive out everything else.
+        Fewer where no more blocks may leave. They are for a part of a prompt of *whole* blocks, if
+        that is known, of which *above* come before. A prompt that is larger than the whole tier, or
+        the namespace's quota, can not be kept: it gets free slots and, for its beginning, a tenth of
+        the room, where it would drive out everything else.
         """
-        count -= self._make_room_within(namespace, count)
+        whole = max(whole, above + count)
+        count -= self._make_room_within(namespace, count, whole, above)
         slots = self._slots.take(count)
-        short = count - len(slots)
+        short = min(count - len(slots), _most_taken(self._slots.capacity, whole, above))
         if short:
-            if count > self._slots.capacity:
-                short = min(short, max(1, self._slots.capacity // _OVERSIZE_SHARE))
             self._evict_from_host(max(short, evicted_at_least(self._slots.capacity)))
             slots = np.concatenate([slots, self._slots.take(short)])
         self._memory.disown(slots)
@@ -187,6 +197,8 @@ class Residency:
         self.index.set_where(ids, HOST)
         self._host.admit(ids)
         self.writes.saved(ids)
+        if self.writes.any_evicted:
+            self._write_ahead(len(ids))
 
     def abandon(self, ids: BlockIds) -> Slots:
         """The bytes of *ids*, reserved as ``WRITING``, do not come. Their slots, still taken."""
@@ -212,9 +224,7 @@ class Residency:
         if self.index.leases[ids].any():
             raise InvariantViolated("a leased block is dropped")
         self.writes.discard(ids)
-        if self.writes:
-            lost = len(ids) - int(np.count_nonzero(self.has(ids, DISK | REMOTE)))
-            self.counters.add(metrics.LOST_BLOCKS, lost)
+        self.counters.add(metrics.LOST_BLOCKS, self.writes.lost(ids))
         self._host.remove(ids)
         self._free(ids)
         self.index.clear_where(ids, HOST)
@@ -342,16 +352,36 @@ class Residency:
     def _evict_from_host(self, count: int) -> None:
         if self.reap():
             count -= min(count, self._slots.free)
-        ahead = max(1, self._slots.capacity // _AHEAD_SHARE) if self.writes.any_evicted else 0
-        self._leave_host(self._host.victims(count + ahead, self._may_be_asked_to_leave), count)
+        self._leave_host(self._host.victims(count, self._may_be_asked_to_leave), count)
 
-    def _make_room_within(self, namespace: NamespaceId, count: int) -> int:
-        """Evict so that *namespace* may have *count* blocks more; by how many it still may not."""
-        over = self._host.excess(namespace, count)
-        if not over:
+    def _make_room_within(self, namespace: NamespaceId, count: int, whole: int, above: int) -> int:
+        """Evict so that *namespace* may have *count* blocks more; by how many it still may not.
+
+        *whole* and *above* are those of ``take_slots``.
+        """
+        quota = self._host.quota(namespace)
+        if quota is None:
             return 0
-        victims = self._host.victims_of(namespace, over, self._may_be_asked_to_leave)
-        return min(count, over - self._leave_host(victims, over))
+        over = self._over_quota(namespace, count)
+        leaving = min(over, _most_taken(quota, whole, above))
+        victims = self._host.victims_of(namespace, leaving, self._may_be_asked_to_leave)
+        return min(count, over - self._leave_host(victims, leaving))
+
+    def _over_quota(self, namespace: NamespaceId, count: int) -> int:
+        """How many blocks *namespace* has to give up to get *count* slots more."""
+        counts = self.index.counts(namespace)
+        return self._host.excess(namespace, count + counts.host_slots - counts.host)
+
+    def _write_ahead(self, count: int) -> None:
+        """Have written what leaves next, so that *count* blocks more find room at once."""
+        count = max(count, self._slots.capacity // _AHEAD_SHARE)
+        short = count - self._slots.free
+        if short > 0:
+            self.writes.leaving(self._host.victims(short, self._may_be_asked_to_leave))
+        for namespace in self._host.limited:
+            over = self._over_quota(namespace, count)
+            victims = self._host.victims_of(namespace, over, self._may_be_asked_to_leave)
+            self.writes.leaving(victims)
 
     def _leave_host(self, victims: BlockIds, count: int) -> int:
         """Evict *count* of *victims*, or as many as need not be written first; how many."""

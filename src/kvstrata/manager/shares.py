@@ -58,6 +58,10 @@ class Shares:
         if policy is not None:
             self._common.admit(policy.victims(len(policy), lambda ids: np.ones(len(ids), np.bool_)))
 
+    def quota(self, namespace: NamespaceId) -> int | None:
+        """How many blocks *namespace* may have; ``None`` without a limit."""
+        return self._quotas.get(namespace)
+
     def excess(self, namespace: NamespaceId, blocks: int) -> int:
         """How many of its own *namespace* has to give up before it gets *blocks* more."""
         quota = self._quotas.get(namespace)

@@ -103,6 +103,16 @@ class Writes:
         """*ids* of ``take`` wait again, and *tier* is not woken for them."""
         self._tiers[tier].queue.add(ids)
 
+    def lost(self, ids: BlockIds) -> int:
+        """How many of *ids*, which leave host memory, no tier has that was to get them."""
+        lower = self._index.where.take(ids) & np.uint8(DISK | REMOTE)
+        gone = ids[lower == 0]
+        wanted = np.zeros(len(gone), np.bool_)
+        for writes in self._tiers.values():
+            least = writes.rule.reuses if writes.rule.when == "reused" else 0
+            wanted |= self._reuses[gone] >= least
+        return int(np.count_nonzero(wanted))
+
     def discard(self, ids: BlockIds) -> None:
         """*ids* wait for no tier any longer."""
         for writes in self._tiers.values():
