@@ -61,9 +61,12 @@ def save(
     *,
     parent: BlockKey | None = None,
     owner: int = 0,
+    prompt_blocks: int = 0,
 ) -> TaskStatus:
     """A whole put: reserve, copy, complete."""
-    task = manager.put_match(namespace, asked, parent=parent, owner=owner)
+    task = manager.put_match(
+        namespace, asked, parent=parent, owner=owner, prompt_blocks=prompt_blocks
+    )
     if task.task_id:
         manager.launch([task.task_id], owner=owner)
         write(manager, task, namespace, asked)

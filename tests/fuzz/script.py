@@ -120,7 +120,7 @@ _MESSAGES: Final[tuple[Callable[[_Reader], p.Request], ...]] = (
     lambda r: p.GetMatch(r.number(), r.namespace(), r.keys()),
     lambda r: p.GetMatch(r.number(), r.namespace(), r.keys(), r.text()),
     lambda r: p.PutMatch(r.number(), r.namespace(), r.keys(), r.parent()),
-    lambda r: p.PutMatch(r.number(), r.namespace(), r.keys(), r.parent(), r.text()),
+    lambda r: p.PutMatch(r.number(), r.namespace(), r.keys(), r.parent(), r.text(), r.number()),
     lambda r: p.Launch(r.task_ids()),
     lambda r: p.Launch(r.task_ids()),
     lambda r: p.Complete(r.task_ids()),

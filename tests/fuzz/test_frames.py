@@ -50,7 +50,13 @@ messages: st.SearchStrategy[p.Request] = st.one_of(
     st.builds(p.Mapped, edges),
     st.builds(p.GetMatch, edges, namespaces, joined, names),
     st.builds(
-        p.PutMatch, edges, namespaces, joined, st.sampled_from([b"", key(0), b"short"]), names
+        p.PutMatch,
+        edges,
+        namespaces,
+        joined,
+        st.sampled_from([b"", key(0), b"short"]),
+        names,
+        edges,
     ),
     st.builds(p.Launch, ids),
     st.builds(p.Complete, ids),

@@ -225,6 +225,42 @@ def test_long_prompt_outlives_short_ones_that_were_used_since_where_cost_counts(
     assert manager.get_match(ALICE, long).matched_blocks == 640
     manager.disconnect(0)
     assert [prompt for prompt in short if load(manager, ALICE, prompt)] == short[40:]
+    manager.check()
+    manager.close()
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 7])
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "cost"])
+@pytest.mark.parametrize("quota", [None, 0.5])
+def test_prompt_that_can_never_fit_drives_out_no_more_in_pieces(
+    eviction: str, pieces: int, quota: float | None
+) -> None:
+    """As chunked prefill offers it."""
+    quotas = {"m": quota} if quota else {}
+    manager = KVManager(config(200, eviction=eviction, quotas=quotas), block_bytes=BLOCK_BYTES)
+    manager.register_namespace(ALICE, {"model": "m"})
+    room = int(200 * (quota or 1))
+    older = [keys(n, *range(9)) for n in range(room // 10)]
+    for prompt in older:
+        save(manager, ALICE, prompt)
+    assert sum(len(load(manager, ALICE, prompt)) for prompt in older) == room
+    huge = keys(*[99] * (2 * room))
+    step = len(huge) // pieces
+    for start in range(0, len(huge), step):
+        piece, before = huge[start : start + step], huge[start - 1] if start else None
+        save(manager, ALICE, piece, parent=before, prompt_blocks=len(huge))
+    assert load(manager, ALICE, huge) == contents(ALICE, huge[: room // 10])
+    assert sum(len(load(manager, ALICE, prompt)) for prompt in older) >= 0.9 * room
+    manager.check()
+    manager.close()
+
+
+def test_quota_counts_what_is_still_being_saved() -> None:
+    manager = KVManager(config(100, quotas={"m": 0.5}), block_bytes=BLOCK_BYTES)
+    manager.register_namespace(ALICE, {"model": "m"})
+    tasks = [manager.put_match(ALICE, keys(n, *range(29))) for n in range(3)]
+    assert [len(task.slots) for task in tasks] == [30, 20, 0]
+    manager.cancel([task.task_id for task in tasks])
     manager.close()
 
 

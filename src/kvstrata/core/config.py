@@ -210,10 +210,10 @@ class Config(BaseModel):
     quotas: Annotated[tuple[tuple[str, Share], ...], BeforeValidator(quota_pairs)] = Field(
         default=(),
         description=(
-            "A mapping from the name of a model, as the engine gives it, to the largest share of "
-            "the host tier, and of the disk tier, that its blocks may take. A model at its quota "
-            "makes room among its own blocks. Models that are not named share the whole tier. "
-            "The server's to decide."
+            "A mapping from the name of a model to the largest share of the host tier, and of the "
+            "disk tier, that its blocks may take. The name is that on the hub, or the last part of "
+            "the model's folder: `kvstrata inspect` shows it. A model at its quota makes room among "
+            "its own blocks. Models that are not named share the whole tier. The server's to decide."
         ),
         examples=["llama-8b=0.25", "{llama-8b: 0.25}"],
     )

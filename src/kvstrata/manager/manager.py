@@ -34,7 +34,7 @@ from kvstrata.manager.recorder import Recorder
 from kvstrata.manager.report import CacheReport, OperationReport, TierReport
 from kvstrata.manager.residency import Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
-from kvstrata.manager.tasks import UNSETTLED, Lookup, TaskState, TaskStatus
+from kvstrata.manager.tasks import UNSETTLED, Lookup, Offer, TaskState, TaskStatus
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 from kvstrata.storage.engine import StorageEngine
@@ -235,12 +235,14 @@ class KVManager:
         parent: BlockKey | None = None,
         owner: int = LOCAL_OWNER,
         request: str = "",
+        prompt_blocks: int = 0,
     ) -> TaskStatus:
         """Reserve host slots for those of *keys* that are nowhere, or only in the remote tier or on
         a disk that is switched off, and that nobody is saving.
 
         *keys* follow each other in a prompt, *parent* is the block before them. When host memory
-        has no room for all, the leading ones get it. Without a task ``task_id`` is 0: ``DONE`` if
+        has no room for all, the leading ones get it. Who offers a prompt in parts says how many
+        *prompt_blocks* it has: one that can never fit must not drive out all others. Without a task ``task_id`` is 0: ``DONE`` if
         all is there, ``FAILED`` if others are still saving it, if there is no room, or if not all
         workers are attached.
         """
@@ -251,7 +253,8 @@ class KVManager:
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             self._moves.expire()
-            status = self._puts.match(namespace, asked, parent, owner, request)
+            offer = Offer(namespace, asked, parent, request, prompt_blocks)
+            status = self._puts.match(offer, owner)
             self._recorder.put(namespace, asked, parent)
         return status
 

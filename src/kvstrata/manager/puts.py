@@ -13,7 +13,7 @@ from kvstrata.index.places import ARRIVING, DISK, HOST, WRITING
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.residency import Residency
-from kvstrata.manager.tasks import PutTask, TaskState, TaskStatus
+from kvstrata.manager.tasks import Offer, PutTask, TaskState, TaskStatus
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 
@@ -36,16 +36,9 @@ class Puts:
         self._lower = lower
         self._desk = desk
 
-    def match(
-        self,
-        namespace: NamespaceId,
-        keys: KeyArray,
-        parent: BlockKey | None,
-        owner: int,
-        request: str,
-    ) -> TaskStatus:
+    def match(self, offer: Offer, owner: int) -> TaskStatus:
         """``KVManager.put_match``."""
-        index, cache = self._cache.index, self._cache
+        index, cache, namespace, keys = self._cache.index, self._cache, offer.namespace, offer.keys
         found = index.find(namespace, keys)
         saved_in = self._saved_in()
         is_known = (found != ABSENT) & cache.has(found, saved_in | WRITING)
@@ -53,12 +46,17 @@ class Puts:
         where = index.where.take(known)
         saved = int(np.count_nonzero(where & np.uint8(saved_in)))
         missing = np.flatnonzero(~is_known)
-        above = self._parent(namespace, parent)
+        above = self._parent(namespace, offer.parent)
         held = known
         if above != ABSENT and not (known == above).any():
             held = np.append(known, np.int32(above))
         cache.lease(held)  # room is not made at the cost of what this continues
-        slots = cache.take_slots(namespace, len(missing))
+        before = 0 if above == ABSENT else int(index.depth[above]) + 1
+        whole = max(offer.prompt_blocks, before + len(keys))
+        is_cut_off = above == ABSENT and offer.parent is not None
+        slots = cache.take_slots(
+            namespace, len(missing), whole=whole, above=whole if is_cut_off else before
+        )
         end = int(missing[len(slots)]) if len(slots) < len(missing) else len(keys)
         ids = index.insert(namespace, keys[:end], above)
         new = ids[missing[missing < len(ids)]]
@@ -71,7 +69,7 @@ class Puts:
         shed = len(missing) - len(new)
         cache.counters.add(metrics.SHED_BLOCKS, shed)
         last = keys[len(ids) - 1].tobytes() if len(ids) else b""
-        self._explain(task, namespace, request, asked=len(keys), where=where, last=last)
+        self._explain(task, namespace, offer.request, asked=len(keys), where=where, last=last)
         if not len(new):
             return TaskStatus(0, TaskState.DONE if saved == len(keys) else TaskState.FAILED)
         self.tasks[task.task_id] = task

@@ -27,6 +27,7 @@ _SPARE_IDS: Final = (
     1024  # for blocks that are nowhere and whose children or readers are still there
 )
 
+_UNBOUNDED: Final = 1 << 62
 _AHEAD_SHARE: Final = 32  # of host memory is written before its slots are needed
 _REAP_BLOCKS: Final = 4096  # freed at a time, with the lock held
 
@@ -53,10 +54,8 @@ def evicted_at_least(slots: int) -> int:
     return max(1, min(256, slots >> 12))
 
 
-def _most_taken(room: int, whole: int, above: int) -> int:
-    """How many blocks of others a prompt of *whole* may drive out of *room*, *above* being there."""
-    if whole <= room:
-        return room
+def _beginning(room: int, above: int) -> int:
+    """What a prompt that is not kept may take of *room* from others, *above* blocks being there."""
     return max(0, max(1, room // _OVERSIZE_SHARE) - above)
 
 
@@ -88,6 +87,7 @@ class Residency:
             self.index, DISK, lambda: make_policy("disk", self.index, disk_capacity_blocks)
         )
         self._disk_capacity = disk_capacity_blocks
+        self._has_remote = "remote" in write
         self.writes = Writes(self.index, write, wake)
 
     @property
@@ -159,17 +159,19 @@ class Residency:
     ) -> Slots:
         """At most *count* host slots for *namespace*, at the cost of the worst blocks there.
 
-        Fewer where no more blocks may leave. They are for a part of a prompt of *whole* blocks, if
-        that is known, of which *above* come before. A prompt that is larger than the whole tier, or
-        the namespace's quota, can not be kept: it gets free slots and, for its beginning, a tenth of
-        the room, where it would drive out everything else.
+        Fewer where no more blocks may leave. They are for a part of a prompt of *whole* blocks, of
+        which *above* come before. A prompt that no tier has room for, or not within the namespace's
+        quota, can not be kept: it gets free slots and, for its beginning, a tenth of host memory,
+        where it would drive out everything else.
         """
-        whole = max(whole, above + count)
+        whole = max(whole, count)
         count -= self._make_room_within(namespace, count, whole, above)
         slots = self._slots.take(count)
-        short = min(count - len(slots), _most_taken(self._slots.capacity, whole, above))
+        capacity = self._slots.capacity
+        is_kept = count <= capacity and whole <= max(capacity, self._room_below(None))
+        short = min(count - len(slots), capacity if is_kept else _beginning(capacity, above))
         if short:
-            self._evict_from_host(max(short, evicted_at_least(self._slots.capacity)))
+            self._evict_from_host(max(short, evicted_at_least(capacity)))
             slots = np.concatenate([slots, self._slots.take(short)])
         self._memory.disown(slots)
         return slots
@@ -363,9 +365,17 @@ class Residency:
         if quota is None:
             return 0
         over = self._over_quota(namespace, count)
-        leaving = min(over, _most_taken(quota, whole, above))
+        is_kept = count <= quota and whole <= max(quota, self._room_below(namespace))
+        leaving = over if is_kept else min(over, _beginning(quota, above))
         victims = self._host.victims_of(namespace, leaving, self._may_be_asked_to_leave)
         return min(count, over - self._leave_host(victims, leaving))
+
+    def _room_below(self, namespace: NamespaceId | None) -> int:
+        """Blocks for which the tiers below have room: within the quota of *namespace*, or all."""
+        if self._has_remote:
+            return _UNBOUNDED
+        quota = None if namespace is None else self._disk.quota(namespace)
+        return self._disk_capacity if quota is None else quota
 
     def _over_quota(self, namespace: NamespaceId, count: int) -> int:
         """How many blocks *namespace* has to give up to get *count* slots more."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import BlockIds, KeyArray
-from kvstrata.core.types import NamespaceId
+from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.manager.residency import Slots
 
 
@@ -117,6 +117,17 @@ class Lookup:
     keys: KeyArray
     request: str = ""  # the engine's name for it, for ``inspect --explain``
     blocks_per_second: float | None = None  # that the engine computes; None: not measured yet
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """What one put could save."""
+
+    namespace: NamespaceId
+    keys: KeyArray
+    parent: BlockKey | None = None  # of the first key; None: it begins the prompt
+    request: str = ""
+    prompt_blocks: int = 0  # of the whole prompt, as far as that is known
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from kvstrata.manager.gets import Gets
 from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts
 from kvstrata.manager.residency import Residency, Slots
-from kvstrata.manager.tasks import Lookup, TaskState
+from kvstrata.manager.tasks import Lookup, Offer, TaskState
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 from kvstrata.replay.cost import Costs
@@ -239,7 +239,7 @@ class SimulatedCache:
 
     def _save(self, keys: KeyArray, parent: BlockKey | None) -> None:
         with self._lock:
-            status = self._puts.match(_NAMESPACE, keys, parent, _OWNER, "")
+            status = self._puts.match(Offer(_NAMESPACE, keys, parent), _OWNER)
             if status.task_id:
                 task = self._puts.tasks[status.task_id]
                 self._puts.publish(task, TaskState.DONE, len(task.ids))

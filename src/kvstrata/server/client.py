@@ -148,8 +148,11 @@ class ManagerClient:
         *,
         parent: BlockKey | None = None,
         request: str = "",
+        prompt_blocks: int = 0,
     ) -> TaskStatus:
-        return self._task(p.PutMatch(0, namespace, p.join_keys(keys), parent or b"", request))
+        return self._task(
+            p.PutMatch(0, namespace, p.join_keys(keys), parent or b"", request, prompt_blocks)
+        )
 
     def launch(self, task_ids: Sequence[int]) -> None:
         for part in _parts(task_ids):

@@ -174,7 +174,14 @@ class Conversation:
         parent = p.checked_parent(request.parent)
         me, cache = self._me(), self._cache()
         self._held.check()
-        status = cache.put_match(namespace, keys, parent=parent, owner=me, request=request.request)
+        status = cache.put_match(
+            namespace,
+            keys,
+            parent=parent,
+            owner=me,
+            request=request.request,
+            prompt_blocks=request.prompt_blocks,
+        )
         self._held.add(status.task_id, len(status.slots))
         self._send(p.Task(request.seq, p.pack(status)))
 

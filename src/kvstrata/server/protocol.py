@@ -80,6 +80,7 @@ class PutMatch(msgspec.Struct, tag=True, array_like=True):
     keys: bytes
     parent: bytes  # empty before the first block of a prompt
     request: _Text = ""
+    prompt_blocks: _Count = 0  # of the whole prompt; 0: not known
 
 
 class Launch(msgspec.Struct, tag=True, array_like=True):

@@ -85,9 +85,8 @@ class Saves:
             return first
         keys = self._math.keys(request, first, end)
         parent = self._math.key(request, first - 1) if first else b""
-        pending = self._link.submit(
-            p.PutMatch(0, namespace, b"".join(keys), parent, request.request_id[-256:])
-        )
+        name, whole = request.request_id[-256:], request.num_prompt_tokens // self._math.tokens
+        pending = self._link.submit(p.PutMatch(0, namespace, b"".join(keys), parent, name, whole))
         if pending is None:
             return first
         held = self._held.hold(block_ids[first * ratio : end * ratio])
