@@ -255,6 +255,18 @@ def test_prompt_that_can_never_fit_drives_out_no_more_in_pieces(
     manager.close()
 
 
+def test_namespaces_without_end_are_not_all_remembered() -> None:
+    manager = KVManager(config(100, quotas={"m": 0.5}), block_bytes=BLOCK_BYTES)
+    for number in range(1000):
+        manager.register_namespace(number.to_bytes(16, "big"), {"model": "m"})
+    manager.register_namespace(ALICE, {"model": "m"})
+    assert len(manager.stats().namespaces) == 256
+    assert len(manager._cache._host.limited) == 256
+    assert len(manager.put_match(ALICE, keys(*range(60))).slots) == 50
+    manager.check()
+    manager.close()
+
+
 def test_quota_counts_what_is_still_being_saved() -> None:
     manager = KVManager(config(100, quotas={"m": 0.5}), block_bytes=BLOCK_BYTES)
     manager.register_namespace(ALICE, {"model": "m"})

@@ -65,9 +65,9 @@ def pin(  # noqa: PLR0913 - each is an option
     """Keep blocks from leaving host memory and disk, for a time.
 
     Pins the blocks of a prompt, named by a request or by their keys, from the first on as far as
-    the server has them, half of its blocks at most. They stay in the tiers that they are in: a
-    block that is only on disk is not copied to host memory. Prints the number of the pin, which
-    ends it before its time: kvstrata unpin NUMBER. kvstrata inspect lists pins.
+    the server has them, half as many as the smaller tier holds at most. They stay in the tiers that
+    they are in: a block that is only on disk is not copied to host memory. Prints the number of the
+    pin, which ends it before its time: kvstrata unpin NUMBER. kvstrata inspect lists pins.
 
     Exits with 1 if nothing is pinned or no server answers.
     """

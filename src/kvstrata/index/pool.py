@@ -11,6 +11,7 @@ from kvstrata.core.keys import as_index
 
 _FREE: Final = 0
 _USED: Final = 1
+_LOOKED_AT: Final = 1 << 16
 
 Slots = NDArray[np.int32]
 
@@ -33,10 +34,14 @@ class SlotPool(FreeIds):
 
     @property
     def longest_free_run(self) -> int:
-        """The most free slots side by side. Looks at every slot that was ever used."""
-        taken = np.flatnonzero(self._state[: self.fresh])
-        edges = np.concatenate(([-1], taken, [self.capacity]))
-        return int(np.diff(edges).max()) - 1
+        """The most free slots side by side, of the unused ones and the 65,536 released last."""
+        free = np.sort(self.released[-_LOOKED_AT:])
+        ends = np.append(np.flatnonzero(np.diff(free) != 1), len(free) - 1)
+        runs = np.diff(ends, prepend=-1)
+        unused = self.capacity - self.fresh
+        if len(free) and free[-1] == self.fresh - 1:
+            unused += int(runs[-1])
+        return max(unused, int(runs.max()))
 
     def take(self, count: int) -> Slots:
         """*count* slots that nobody holds, fewer if there are not as many."""

@@ -104,7 +104,8 @@ class KVManager:
         self._lower = self._open_lower(config)
         self._sessions = Sessions(grace_seconds=WRITER_GRACE_SECONDS)
         self._puts = Puts(self._cache, self._lower, self._desk)
-        self._pins = Pins(self._cache, self._memory.slots + (disk.capacity_blocks if disk else 0))
+        smallest = min([self._memory.slots, *([disk.capacity_blocks] if disk else [])])
+        self._pins = Pins(self._cache, smallest)
         self._gets = Gets(
             self._cache,
             self._lower,
@@ -157,7 +158,10 @@ class KVManager:
         return self._memory.view(slot)
 
     def register_namespace(self, namespace: NamespaceId, parts: Mapping[str, str]) -> None:
-        """Remember what *namespace* stands for, for ``inspect``."""
+        """Remember what *namespace* stands for, for ``inspect``, and which quota it has.
+
+        Of the last 256 that were registered.
+        """
         with self._lock:
             self._namespaces.pop(namespace, None)
             self._namespaces[namespace] = dict(parts)
@@ -165,7 +169,9 @@ class KVManager:
             if share is not None:
                 self._cache.limit(namespace, share)
             if len(self._namespaces) > _KEPT_NAMESPACES:
-                del self._namespaces[next(iter(self._namespaces))]
+                oldest = next(iter(self._namespaces))
+                del self._namespaces[oldest]
+                self._cache.unlimit(oldest)
 
     def connect_engine(
         self, session: str, world_size: int, *, life: str = "", running: Collection[int] = ()
@@ -353,7 +359,7 @@ class KVManager:
 
         The number of the pin, for ``unpin``, and how many blocks it holds; 0 and 0 if the first is
         in neither. They stay in the tiers that they are in, and are not copied to another. At most
-        half of the blocks of host memory and disk can be pinned at a time, in 1024 pins: then
+        half as many blocks as the smaller tier holds can be pinned at a time, in 1024 pins: then
         ``LimitExceeded``. A time that is not finite or not above 0 is a ``ValueError``.
         """
         _check_ttl(ttl_seconds)

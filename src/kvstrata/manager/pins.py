@@ -16,7 +16,7 @@ from kvstrata.manager.decisions import Decision
 from kvstrata.manager.report import PinReport
 from kvstrata.manager.residency import Residency, leading
 
-_MOST_SHARE: Final = 2  # of the index: a half can be pinned at most
+_MOST_SHARE: Final = 2  # of a tier: a half can be pinned at most
 _MOST_PINS: Final = 1024
 
 
@@ -31,7 +31,7 @@ class Pins:
     """Leases without a task. Needs the manager's lock."""
 
     def __init__(self, cache: Residency, blocks: int) -> None:
-        """At most half of *blocks* are pinned at a time."""
+        """At most half of *blocks*, those of the smallest tier, are pinned at a time."""
         self._cache = cache
         self._room = blocks // _MOST_SHARE
         self._pins: dict[int, _Pin] = {}
@@ -112,7 +112,7 @@ class Pins:
         if left < 1 or len(self._pins) >= _MOST_PINS:
             raise LimitExceeded(
                 f"no more may be pinned: {self.blocks:,} blocks are, in {len(self._pins):,} pins, "
-                f"and at most {self._room:,} can be (half of the tiers), in {_MOST_PINS:,}",
+                f"and at most {self._room:,} can be (half of the smaller tier), in {_MOST_PINS:,}",
                 hint="end a pin with kvstrata unpin: kvstrata inspect lists them",
             )
         ids = np.unique(ids[:left])

@@ -99,7 +99,7 @@ class Residency:
         return len(self._disk)
 
     def longest_free_run(self) -> int:
-        """Free host slots that lie side by side."""
+        """Free host slots that lie side by side: ``SlotPool.longest_free_run``."""
         return self._slots.longest_free_run
 
     def write_late_blocks(self) -> None:
@@ -153,6 +153,11 @@ class Residency:
         """*namespace* may have no more than that share of host memory, and of the disk."""
         self._host.limit(namespace, max(1, int(share * self._slots.capacity)))
         self._disk.limit(namespace, max(1, int(share * self._disk_capacity)))
+
+    def unlimit(self, namespace: NamespaceId) -> None:
+        """*namespace* has no quota any more."""
+        self._host.unlimit(namespace)
+        self._disk.unlimit(namespace)
 
     def take_slots(
         self, namespace: NamespaceId, count: int, *, whole: int = 0, above: int = 0
@@ -287,8 +292,7 @@ class Residency:
     def forget(self, namespace: NamespaceId) -> int:
         """Nobody finds a block of *namespace* from now on; how many there were. ``reap`` frees them."""
         blocks = self.index.counts(namespace).blocks
-        self._host.unlimit(namespace)
-        self._disk.unlimit(namespace)
+        self.unlimit(namespace)
         self.index.retire(namespace)
         return blocks
 
