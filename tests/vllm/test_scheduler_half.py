@@ -881,6 +881,62 @@ def test_server_that_dies_costs_hits_and_the_next_one_is_filled(folder: Path) ->
         engine.close()
 
 
+def test_first_prompt_after_a_restart_of_the_server_is_loaded(folder: Path) -> None:
+    """The engine did nothing meanwhile: its two halves have come back by themselves."""
+    shared = folder / "shared"
+    with start(folder, 100, shared=shared) as first:
+        engine = first.engine()
+        engine.serve("a", prompt(1, 60), 2)
+        engine.forget_device()
+        first.hears()
+        first.engines.clear()
+    try:
+        with start(folder, 100, shared=shared) as second:
+
+            def is_whole() -> bool:
+                return [each["workers"] for each in second.manager.stats().engines] == [[0]]
+
+            eventually(is_whole, "the idle engine does not come back")
+            eventually(lambda: engine.half._link._redial._welcomed is not None, "no welcome")
+            assert engine.serve("b", prompt(1, 60), 2) == 56
+    finally:
+        engine.close()
+
+
+def test_load_of_the_old_server_never_passes_for_one_of_the_new(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line is made anew between vLLM's question and the plan: the slots are still the old's."""
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    link, half = engine.half._link, engine.half
+    old, plans = link.server_id, list[Any]()
+    allocated, planned = half.allocated, half.plan
+
+    def slow(*args: Any) -> None:
+        allocated(*args)
+        assert link._client is not None
+        link._client.shutdown()
+        eventually(lambda: link._redial._welcomed is not None, "the line is not made anew")
+        monkeypatch.setattr(bench.manager, "server_id", b"another".ljust(len(old), b"."))
+        link._redial._welcomed.client.welcome.reply.server_id = bench.manager.server_id  # type: ignore[union-attr]  # it is there
+
+    def noted(output: SchedulerOutput) -> Any:
+        plans.append(planned(output))
+        return plans[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(half, "allocated", slow)
+        patch.setattr(half, "plan", noted)
+        engine.add("b", prompt(1, 60), 2)
+        engine.step()
+    assert [(len(plan.loads), plan.server_id) for plan in plans] == [(1, old)]
+    assert link.server_id != old
+    engine.run()
+    assert list(engine.requests["b"].output_token_ids) == continuation(prompt(1, 60), 2)
+
+
 def test_failed_loads_are_computed_instead(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = bench.engine()
     engine.serve("a", prompt(1, 60), 2)

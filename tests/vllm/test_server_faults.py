@@ -1,8 +1,10 @@
 """The cache server dies or freezes under load: requests complete, and hits come back."""
 
+import contextlib
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +25,9 @@ from tests.vllm.engine import (
 )
 from tests.vllm.oracle import Oracle, random_prompt
 
-from kvstrata.core.config import Config
 from kvstrata.core.load import load_config
 from kvstrata.manager.manager import KVManager
+from kvstrata.server.client import observe
 from kvstrata.server.sockets import runtime_directory
 
 pytestmark = pytest.mark.vllm
@@ -186,13 +188,12 @@ class Operator:
 
     def __init__(self, folder: Path) -> None:
         self.socket = runtime_directory() / f"operator-{os.getpid()}-{random.randrange(1 << 30)}"
-        self._config = self._load("host:64MiB")
         self._log = folder / "server.log"
         self.server: CacheServer | None = None
 
-    def start(self) -> CacheServer:
+    def start(self, tiers: str = "host:64MiB") -> CacheServer:
         self.stop()
-        self.server = CacheServer(self._config, self.socket, self._log)
+        self.server = CacheServer(load_config({"tiers": tiers}), self.socket, self._log)
         wait_until(lambda: server_answers(self.socket), "the server does not answer")
         return self.server
 
@@ -200,10 +201,6 @@ class Operator:
         if self.server is not None:
             self.server.kill()
             self.server = None
-
-    @staticmethod
-    def _load(tiers: str) -> Config:
-        return load_config({"tiers": tiers})
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +281,27 @@ def test_attached_server_stopped_under_load(attached: Bench, operator: Operator)
     finally:
         os.kill(server.pid, signal.SIGCONT)
     attached.wait_for_hits()
+    assert attached.hits_of(attached.old[0]) == _whole_blocks(attached.old[0])
+
+
+def test_first_prompt_after_a_restart_is_loaded(
+    attached: Bench, operator: Operator, tmp_path: Path
+) -> None:
+    """The engine is idle meanwhile: scheduler and worker come back without a step."""
+    tiers = f"host:64MiB | disk:{tmp_path}/kv:256MiB"
+    server = operator.start(tiers)
+    attached.wait_for_hits()
+    attached.warm()
+    wait_until(lambda: not any(t.waiting_blocks for t in server.report().tiers), "not on disk")
+    operator.start(tiers)
+
+    def is_whole() -> bool:
+        with contextlib.closing(observe(operator.socket)) as client:
+            report = client.stats()  # None until one of the engine's halves has come
+        return report is not None and [each["workers"] for each in report.engines] == [[0]]
+
+    wait_until(is_whole, "the idle engine does not come back")
+    time.sleep(2 * TIMEOUTS["reconnect_seconds"])  # the welcome, on its way to another process
     assert attached.hits_of(attached.old[0]) == _whole_blocks(attached.old[0])
 
 

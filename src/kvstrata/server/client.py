@@ -129,6 +129,16 @@ class ManagerClient:
             if pending.status.task_id:
                 self.submit(p.Cancel([pending.status.task_id]))
 
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether the connection has ended; takes nothing in. Any thread may ask."""
+        fd = self._sock.fileno()
+        if fd < 0:
+            return True
+        poller = select.poll()
+        poller.register(fd, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
     def take_descriptor(self) -> int | None:
         """A file descriptor that the server has sent; the caller owns it."""
         return self._descriptors.pop(0) if self._descriptors else None

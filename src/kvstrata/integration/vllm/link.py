@@ -1,16 +1,21 @@
 """The scheduler half's line to the cache server: kept up, given up, taken up again."""
 
 import logging
-import secrets
 import time
 from pathlib import Path
 from typing import Final
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import KVStrataError, LimitExceeded, ProtocolError, TierUnavailable
+from kvstrata.core.errors import (
+    KVStrataError,
+    LimitExceeded,
+    ServerUnavailable,
+    TierUnavailable,
+)
 from kvstrata.core.types import NamespaceId
+from kvstrata.integration.vllm.link_redial import Redial
 from kvstrata.server import protocol as p
-from kvstrata.server.client import ManagerClient, Pending, refusal
+from kvstrata.server.client import ManagerClient, Pending
 from kvstrata.server.embedded import EmbeddedServer
 
 _log = logging.getLogger(__name__)
@@ -26,7 +31,8 @@ class CacheLink:
     """A connection that may be absent: then requests are not sent and nobody waits.
 
     No method waits, but ``poll`` as long as it is told. ``number`` grows with each connection:
-    what was asked of an earlier one is void.
+    what was asked of an earlier one is void. Only ``tick`` takes up another connection, which was
+    made meanwhile: ``number`` and ``server_id`` change nowhere else.
     """
 
     def __init__(
@@ -34,20 +40,14 @@ class CacheLink:
     ) -> None:
         self.number = 0
         self.server_id = _NO_SERVER
-        self._config = config
-        self._path = path
-        self._hello = hello
-        self._life = secrets.token_hex(16)
-        self._server = server
+        self._world_size = hello.world_size
+        self._redial = Redial(config, path, hello, server)
         self._client: ManagerClient | None = None
         self._welcomed = False
         self._probe: Pending | None = None  # outstanding while the server is too slow
-        self._next_try = 0.0
-        self._told = ""
         self._first_namespace: NamespaceId | None = None  # of which there may be old blocks
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
         self._resets: dict[NamespaceId, Pending | None] = {}  # until they are answered
-        self._writing: set[int] = set()  # tasks, of whatever connection
 
     @property
     def ready(self) -> bool:
@@ -57,26 +57,36 @@ class CacheLink:
     def connect(self, timeout_seconds: float) -> None:
         """Wait for the first connection, and a moment for the workers to map the host tier.
 
-        Raises what the server objects to.
+        Raises what the server objects to. Unless that is the engine itself, the server is looked
+        for from now on, whether or not it is there.
         """
-        self._open()
-        assert self._client is not None
-        self._client.wait_welcome(timeout_seconds)
-        self._take_welcome()
-        self._wait_for_workers(self._client)
+        try:
+            client = self._redial.dial().client
+            try:
+                client.wait_welcome(timeout_seconds)
+            except KVStrataError:
+                client.close()
+                raise
+            self._redial.use(client)
+            self._begin(client, [])
+            self._wait_for_workers(client)
+        except ServerUnavailable:
+            self._redial.start()
+            raise
+        self._redial.start()
 
     def tick(self) -> None:
-        """Take in what has arrived, and try to connect if it is time to."""
+        """Take in what has arrived, a new connection too.
+
+        Not between the answer to vLLM's question for a request and the plan that follows from it.
+        """
+        self.poll(0.0)
+        dialled = self._redial.take()
+        if dialled is None:
+            return
         if self._client is not None:
-            self.poll(0.0)
-        elif time.monotonic() >= self._next_try:
-            self._next_try = time.monotonic() + self._config.reconnect_seconds
-            try:
-                if self._server is not None:
-                    self._server.revive()
-                self._open()
-            except (KVStrataError, OSError) as e:
-                self._drop(e)
+            self._client.close()
+        self._begin(dialled.client, dialled.running)
 
     def poll(self, timeout_seconds: float) -> None:
         """Take in what has arrived, waiting for it up to *timeout_seconds*."""
@@ -85,7 +95,7 @@ class CacheLink:
         try:
             while self._client.poll(timeout_seconds):
                 timeout_seconds = 0.0
-            self._take_welcome()
+            self._take_answers()
         except KVStrataError as e:
             self._drop(e)
 
@@ -133,57 +143,45 @@ class CacheLink:
             oldest = (n for n in self._resets if n != self._first_namespace)
             del self._resets[next(oldest)]
 
-    def write_begins(self, task_id: int) -> None:
-        """Workers may write into the slots of *task_id* from now, whatever becomes of the line."""
-        self._writing.add(task_id)
+    def write_begins(self, task_id: int) -> bool:
+        """Whether workers may write into the slots of *task_id*: not if the line has ended.
+
+        If they may, no server counts the slots as free before ``write_ended``.
+        """
+        return self._redial.write_begins(task_id)
 
     def write_ended(self, task_id: int) -> None:
         """No worker does any more; the next connection will not count it among the running."""
-        self._writing.discard(task_id)
+        self._redial.write_ended(task_id)
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
         self._client, self._welcomed = None, False
-        if self._server is not None:
-            self._server.close()
-
-    def _open(self) -> None:
-        self._hello.seq = 0
-        # With too many to tell, none is told, and nothing of earlier connections is given back.
-        can_tell = len(self._writing) <= p.MAX_TASK_IDS
-        self._hello.life = self._life if can_tell else ""
-        self._hello.running = sorted(self._writing) if can_tell else []
-        self._client = ManagerClient(
-            self._path, self._hello, timeout_seconds=self._config.lookup_timeout_seconds
-        )
-        self.number += 1
+        self._redial.close()
 
     def _wait_for_workers(self, client: ManagerClient) -> None:
         """The workers have been looking for the server before: the first request shall find them."""
         deadline = time.monotonic() + _WORKERS_SECONDS
-        while client.workers() < self._hello.world_size and time.monotonic() < deadline:
+        while client.workers() < self._world_size and time.monotonic() < deadline:
             time.sleep(_WORKERS_POLL_SECONDS)
 
-    def _take_welcome(self) -> None:
-        if self._client is None:
-            return
+    def _take_answers(self) -> None:
         if self._probe is not None and self._probe.reply is not None:
             self._probe = None
             _log.warning("the cache server answers again")
         for namespace in [n for n, asked in self._resets.items() if asked and _is_done(asked)]:
             del self._resets[namespace]
-        reply = self._client.welcome.reply
-        if self._welcomed or reply is None:
-            return
-        if isinstance(reply, p.Refused):
-            raise refusal(reply)
-        if not isinstance(reply, p.Welcome):
-            raise ProtocolError(f"{type(reply).__name__} is no answer to a hello")
-        self._welcomed, self._told = True, ""
-        self.server_id = reply.server_id
-        _log.info("connected to the cache server at %s", self._path)
-        ended = [task_id for task_id in self._hello.running if task_id not in self._writing]
+
+    def _begin(self, client: ManagerClient, running: list[int]) -> None:
+        """*client* has been welcomed; *running* are the tasks that its hello told of."""
+        welcome = client.welcome.reply
+        assert isinstance(welcome, p.Welcome)
+        self._client, self._welcomed, self._probe = client, True, None
+        self.server_id = welcome.server_id
+        self.number += 1
+        written = self._redial.still_written(running)
+        ended = [task_id for task_id in running if task_id not in written]
         if ended:
             self.submit(p.Fail(ended))
         for namespace in self._resets:
@@ -193,12 +191,10 @@ class CacheLink:
 
     def _drop(self, error: Exception) -> None:
         if self._client is not None:
+            if self._redial.lost(self._client):
+                _log.warning("going on without a cache: %s", error)
             self._client.close()
         self._client, self._welcomed, self._probe = None, False, None
-        self._next_try = time.monotonic() + self._config.reconnect_seconds
-        if str(error) != self._told:
-            self._told = str(error)
-            _log.warning("going on without a cache: %s", error)
 
 
 def _is_done(reset: Pending) -> bool:

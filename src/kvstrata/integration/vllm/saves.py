@@ -175,6 +175,9 @@ class Saves:
                 self.know(offer.keys)
             return []
         blocks = [b for i in status.missing for b in groups[i]]
+        if not self._link.write_begins(status.task_id):
+            self._held.release(blocks)
+            return []
         self._running[status.task_id] = _RunningSave(
             offer.connection,
             [offer.keys[i] for i in status.missing],
@@ -183,7 +186,6 @@ class Saves:
             time.monotonic() + self._config.save_timeout_seconds,
             len(status.missing),
         )
-        self._link.write_begins(status.task_id)
         ids = [block.block_id for block in blocks]
         return [Save(status.task_id, ids, status.slots, status.generations)]
 

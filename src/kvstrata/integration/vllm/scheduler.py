@@ -136,13 +136,15 @@ class SchedulerHalf:
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """``build_connector_meta``: what the workers copy in this step."""
+        # What is planned so far names slots of this server; the next tick may bring another one.
+        server_id, loads = self._link.server_id, self._loads.take_plans()
         self._link.tick()
         self._tell_rate(output)
         if self._saves_wanted:
             self._offer_completed(output)
         return StepPlan(
-            self._link.server_id,
-            self._loads.take_plans(),
+            server_id,
+            loads,
             self._saves.take_plans(),
             idle=output.total_num_scheduled_tokens == 0,
         )
