@@ -79,7 +79,8 @@ _EXAMPLES: Final = """\
 On vLLM's command line:
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStrataConnector",
-      "kv_role": "kv_both", "kv_connector_extra_config": {"tiers": "host:8GiB"}}'
+      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"tiers": "host:8GiB"}}'
 
 In the environment:
 
