@@ -112,7 +112,7 @@ def test_directory_that_is_none_is_refused(temp: Path, kind: str) -> None:
 def test_socket_of_a_dead_server_is_replaced(path: Path) -> None:
     dead_socket(path)
     with sockets.listen(path), sockets.connect(path) as client:
-        assert sockets.peer_uid(client) == os.getuid()
+        assert sockets.peer_of(client).uid == os.getuid()
 
 
 def test_socket_of_a_live_server_is_refused_and_stays(path: Path) -> None:

@@ -2,14 +2,13 @@
 
 import contextlib
 import socket
-import struct
 import time
 from typing import Final
 
 from kvstrata.server import protocol as p
+from kvstrata.server.sockets import peer_of
 
 _RECEIVE_BYTES: Final = 256 << 10
-_PEER: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED, man 7 unix
 
 
 class Connection:
@@ -24,8 +23,7 @@ class Connection:
         """*sock* is the connection's from now on."""
         sock.setblocking(False)
         self.sock = sock
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        self.pid, self.uid, _ = _PEER.unpack(credentials)
+        self.pid, self.uid = peer_of(sock)
         self.is_ended = False
         self.is_deaf = False
         self.has_frame = False

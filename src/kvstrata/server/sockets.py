@@ -7,7 +7,7 @@ import stat
 import struct
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from blake3 import blake3
 
@@ -47,10 +47,17 @@ def embedded_socket(engine_id: str) -> Path:
     return runtime_directory() / f"{name}.sock"
 
 
-def peer_uid(sock: socket.socket) -> int:
+class Peer(NamedTuple):
+    """Who is at the other end of a connection."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    uid: int = _PEER.unpack(credentials)[1]
-    return uid
+    pid, uid, _ = _PEER.unpack(credentials)
+    return Peer(pid, uid)
 
 
 def listen(path: Path) -> socket.socket:
@@ -86,7 +93,7 @@ def connect(path: Path) -> socket.socket:
     sock.setblocking(False)
     try:
         sock.connect(str(path))
-        owner = peer_uid(sock)
+        owner = peer_of(sock).uid
     except PermissionError as e:
         sock.close()
         raise _not_ours(path, _owner(path)) from e
