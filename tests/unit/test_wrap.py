@@ -1,5 +1,6 @@
 """The wrappers: what each adds to the store inside, with clocks of their own."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +67,7 @@ class Bench:
         self.now = 50.0
         self.store = Fickle()
         self.breaker = BreakerStore(
-            self.store, failures=3, retry_seconds=5.0, clock=lambda: self.now
+            self.store, name="disk", failures=3, retry_seconds=5.0, clock=lambda: self.now
         )
 
     def fail(self, times: int) -> None:
@@ -151,6 +152,26 @@ def test_probe_that_succeeds_closes_it(bench: Bench) -> None:
     assert not bench.breaker.is_open
     assert bench.breaker.exists([b"k"]) == [True]
     assert bench.store.calls == 5
+
+
+def test_that_it_opens_and_closes_is_logged_once_each(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        bench.fail(3)
+        bench.now += 5.1
+        bench.fail(1)
+        bench.now += 5.1
+        bench.store.error = None
+        for _ in range(2):
+            bench.breaker.exists([b"k"])
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        (
+            "WARNING",
+            "the disk tier is switched off after 3 failures in a row: tried again every 5 s",
+        ),
+        ("INFO", "the disk tier answers again: switched on"),
+    ]
 
 
 def test_bug_in_the_store_is_not_an_outage(bench: Bench) -> None:

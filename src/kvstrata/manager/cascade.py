@@ -82,7 +82,7 @@ class Cascade:
         self._batch_blocks = max(1, WRITE_BATCH_BYTES // size.block_bytes)
         timed = TimedStore(store, partial(cache.counters.operations.observe, tier))
         asked = timed if tier == "disk" else RetryStore(timed)
-        self._store = BreakerStore(LeadingStore(asked), slow_seconds=_HUNG_SECONDS)
+        self._store = BreakerStore(LeadingStore(asked), name=tier, slow_seconds=_HUNG_SECONDS)
         self._batches = Gate()  # a batch is inside while it is on its way to the store
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
         self._taking = threading.Lock()  # held while a batch is taken and room is made for it

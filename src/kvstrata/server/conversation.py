@@ -19,6 +19,7 @@ from kvstrata.server.limits import Limits
 T = TypeVar("T")
 _QUESTIONS: Final = (p.GetMatch, p.PutMatch, p.TryWait, p.Stats, p.Workers, p.Ping)
 _MOST_DECISIONS: Final = 256  # of one request that are shown
+_SHOWN_CHARACTERS: Final = 80  # of a session's name in the log
 _ROLES: Final = frozenset({"engine", "worker", "observer"})
 
 
@@ -62,6 +63,7 @@ class Conversation:
         self._send_frame = send
         self._resumed = resumed
         self._hello: p.Hello | None = None
+        self._name = ""  # for the log, from the hello on
         self._manager: KVManager | None = None
         self._owner: int | None = None
         self._is_over = False
@@ -90,6 +92,7 @@ class Conversation:
         """The client has gone: release all that it held."""
         self._is_over = True
         if self._manager and self._owner is not None:
+            self._host.complaints.tell("%s has left", self._name)
             self._manager.disconnect(self._owner)
 
     # -- requests ----------------------------------------------------------------------------
@@ -104,7 +107,7 @@ class Conversation:
             )
         if hello.role not in _ROLES:
             raise ProtocolError(f"unknown role {hello.role!r}")
-        self._hello = hello
+        self._hello, self._name = hello, _name_of(hello)
         if hello.role == "observer":
             self._manager = self._host.manager
             self._send(p.Welcome(hello.seq, b"", 0, 0))
@@ -130,6 +133,12 @@ class Conversation:
             self._owner = manager.connect_engine(
                 hello.session, hello.world_size, life=hello.life, running=hello.running
             )
+            self._host.complaints.tell(
+                "%s has joined; ranks: %d, attached: %d",
+                self._name,
+                hello.world_size,
+                manager.workers(self._owner),
+            )
         self._manager = manager
         mapping = manager.memory.mapping
         welcome = p.Welcome(hello.seq, manager.server_id, mapping.slots, mapping.slot_bytes)
@@ -140,6 +149,7 @@ class Conversation:
         if hello is None or hello.role != "worker" or self._owner is not None:
             raise ProtocolError("mapped is for workers, once, after hello")
         self._owner = self._cache().connect_worker(hello.session, hello.rank)
+        self._host.complaints.tell("%s has joined", self._name)
         self._send(p.Number(request.seq, 0))
 
     def _on_register(self, request: p.Register) -> None:
@@ -235,8 +245,13 @@ class Conversation:
         self._later(
             request,
             partial(self._cache().reset, namespace),
-            lambda dropped: self._send(p.Number(request.seq, dropped)),
+            partial(self._answer_reset, request),
         )
+
+    def _answer_reset(self, request: p.Reset, dropped: int) -> None:
+        namespace = request.namespace.hex()
+        self._host.complaints.tell("namespace %s is reset; blocks dropped: %d", namespace, dropped)
+        self._send(p.Number(request.seq, dropped))
 
     def _on_stats(self, request: p.Stats) -> None:
         manager = self._host.manager
@@ -337,6 +352,8 @@ class Conversation:
             self._host.complaints.warn("a request failed: %s", error)
             return
         message = str(error.args[0]) if error.args else str(error)
+        if isinstance(request, p.Hello) and request.role != "observer":
+            self._host.complaints.warn_once(f"{_name_of(request)} is refused: {message}")
         self._send(p.Refused(seq, error.code, message, error.hint))
 
     def _send(self, reply: p.Reply, descriptors: tuple[int, ...] = ()) -> None:
@@ -366,6 +383,14 @@ _HANDLERS: Final[dict[type, Callable[[Conversation, Any], None]]] = {
     p.Workers: Conversation._on_workers,
     p.Ping: Conversation._on_ping,
 }
+
+
+def _name_of(hello: p.Hello) -> str:
+    """Who says *hello*, for the log: a session is whatever the client says, on one short line."""
+    session = repr(hello.session[:_SHOWN_CHARACTERS])
+    return (
+        f"rank {hello.rank} of engine {session}" if hello.role == "worker" else f"engine {session}"
+    )
 
 
 def _without_parts(namespace: NamespaceReport) -> NamespaceReport:

@@ -4,6 +4,7 @@ One thread answers all clients and waits for none of them, nor for a disk: what 
 take is kept for it, up to a limit, and what waits for disks is done on a thread of its own.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvstrata.server.switchboard import Switchboard
 from kvstrata.storage.engine import check_directories_of
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Server:
@@ -119,12 +122,18 @@ class Server:
         """Answer clients until ``stop`` is called from another thread or a signal handler."""
         while not self._stopping.is_set():
             self._switchboard.turn()
+        _log.info("shutting down; connections: %d, blocks to be written: %d", *self._unfinished())
         self._close()
 
     def stop(self) -> None:
         """End ``serve``; blocks not yet on disk are written first, within the drain timeout."""
         self._stopping.set()
         self.post(lambda: None)
+
+    def _unfinished(self) -> tuple[int, int]:
+        """Connections, and blocks that wait for a lower tier."""
+        tiers = self._manager.stats().tiers if self._manager is not None else []
+        return self.clients, sum(tier.waiting_blocks for tier in tiers)
 
     def _close(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """The circuit breaker: a store that keeps failing is left alone."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap.forward import T, WrappedStore
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,19 +31,22 @@ class BreakerStore(WrappedStore):
     Open after *failures* failures in a row. While open every call raises ``TierUnavailable`` at
     once, except one probe: never before *retry_seconds* have passed since the last failure, and
     never two at a time. Only a probe that succeeds closes it; how calls end that began before it
-    opened does not matter any more.
+    opened does not matter any more. That it opens, and that it closes, is logged, once each.
     """
 
     def __init__(
         self,
         inner: Store,
         *,
+        name: str = "store",
         failures: int = 3,
         retry_seconds: float = 5.0,
         slow_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """*name* is that of the tier, for the log."""
         super().__init__(inner)
+        self._name = name
         self._failures = failures
         self._retry_seconds = retry_seconds
         self._slow_seconds = slow_seconds
@@ -112,6 +118,8 @@ class BreakerStore(WrappedStore):
             if failed:
                 self._count_failure(now)
             else:
+                if self._is_open:
+                    _log.info("the %s tier answers again: switched on", self._name)
                 self._failed_in_a_row = 0
                 self._is_open = False
 
@@ -128,5 +136,12 @@ class BreakerStore(WrappedStore):
 
     def _count_failure(self, now: float) -> None:
         self._failed_in_a_row += 1
-        self._is_open = self._failed_in_a_row >= self._failures
+        was_open, self._is_open = self._is_open, self._failed_in_a_row >= self._failures
+        if self._is_open and not was_open:
+            _log.warning(
+                "the %s tier is switched off after %d failures in a row: tried again every %g s",
+                self._name,
+                self._failed_in_a_row,
+                self._retry_seconds,
+            )
         self._next_probe = now + self._retry_seconds
