@@ -12,7 +12,7 @@ from tests.server.harness import engine, serving, worker
 from kvstrata.core.errors import ConfigError
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient, observe
-from kvstrata.server.complaints import Complaints
+from kvstrata.server.client_log import ClientLog
 from kvstrata.server.server import Server
 
 
@@ -117,17 +117,17 @@ def test_reset_and_shutdown_are_told_and_requests_are_not(
 
 
 def test_news_are_bounded_and_take_no_room_from_warnings(log: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints()
+    client_log = ClientLog()
     for n in range(1000):
-        complaints.tell("news %d", n)
-    complaints.warn("a warning")
+        client_log.tell("news %d", n)
+    client_log.warn("a warning")
     assert lines(log) == [*(("INFO", f"news {n}") for n in range(20)), ("WARNING", "a warning")]
 
 
 def test_texts_that_are_remembered_are_bounded(log: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints()
+    client_log = ClientLog()
     for n in range(1000):
-        complaints.warn_once(f"text {n} {'x' * 9000}")
-    assert len(complaints._texts) == 64
-    assert max(map(len, complaints._texts)) == 500
+        client_log.warn_once(f"text {n} {'x' * 9000}")
+    assert len(client_log._texts) == 64
+    assert max(map(len, client_log._texts)) == 500
     assert len(lines(log)) == 20

@@ -12,7 +12,7 @@ from kvstrata.manager.manager import KVManager
 from kvstrata.manager.report import CacheReport, NamespaceReport
 from kvstrata.manager.tasks import TaskStatus
 from kvstrata.server import protocol as p
-from kvstrata.server.complaints import Complaints
+from kvstrata.server.client_log import ClientLog
 from kvstrata.server.held_tasks import HeldTasks, blocks_of
 from kvstrata.server.limits import Limits
 
@@ -28,7 +28,7 @@ class Host(Protocol):
 
     config: Config
     limits: Limits
-    complaints: Complaints
+    client_log: ClientLog
 
     @property
     def manager(self) -> KVManager | None: ...
@@ -92,7 +92,7 @@ class Conversation:
         """The client has gone: release all that it held."""
         self._is_over = True
         if self._manager and self._owner is not None:
-            self._host.complaints.tell("%s has left", self._name)
+            self._host.client_log.tell("%s has left", self._name)
             self._manager.disconnect(self._owner)
 
     # -- requests ----------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Conversation:
             self._owner = manager.connect_engine(
                 hello.session, hello.world_size, life=hello.life, running=hello.running
             )
-            self._host.complaints.tell(
+            self._host.client_log.tell(
                 "%s has joined; ranks: %d, attached: %d",
                 self._name,
                 hello.world_size,
@@ -149,7 +149,7 @@ class Conversation:
         if hello is None or hello.role != "worker" or self._owner is not None:
             raise ProtocolError("mapped is for workers, once, after hello")
         self._owner = self._cache().connect_worker(hello.session, hello.rank)
-        self._host.complaints.tell("%s has joined", self._name)
+        self._host.client_log.tell("%s has joined", self._name)
         self._send(p.Number(request.seq, 0))
 
     def _on_register(self, request: p.Register) -> None:
@@ -250,7 +250,7 @@ class Conversation:
 
     def _answer_reset(self, request: p.Reset, dropped: int) -> None:
         namespace = request.namespace.hex()
-        self._host.complaints.tell("namespace %s is reset; blocks dropped: %d", namespace, dropped)
+        self._host.client_log.tell("namespace %s is reset; blocks dropped: %d", namespace, dropped)
         self._send(p.Number(request.seq, dropped))
 
     def _on_stats(self, request: p.Stats) -> None:
@@ -349,11 +349,11 @@ class Conversation:
     def _refuse(self, request: p.Request, error: KVStrataError) -> None:
         seq = getattr(request, "seq", None)
         if seq is None:
-            self._host.complaints.warn("a request failed: %s", error)
+            self._host.client_log.warn("a request failed: %s", error)
             return
         message = str(error.args[0]) if error.args else str(error)
         if isinstance(request, p.Hello) and request.role != "observer":
-            self._host.complaints.warn_once(f"{_name_of(request)} is refused: {message}")
+            self._host.client_log.warn_once(f"{_name_of(request)} is refused: {message}")
         self._send(p.Refused(seq, error.code, message, error.hint))
 
     def _send(self, reply: p.Reply, descriptors: tuple[int, ...] = ()) -> None:

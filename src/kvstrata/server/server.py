@@ -16,7 +16,7 @@ from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.manager.manager import KVManager, OnPrefault
 from kvstrata.observe.event_log import check_event_log
 from kvstrata.server import sockets
-from kvstrata.server.complaints import Complaints
+from kvstrata.server.client_log import ClientLog
 from kvstrata.server.limits import Limits
 from kvstrata.server.slow_lane import SlowLane
 from kvstrata.server.switchboard import Switchboard
@@ -49,7 +49,7 @@ class Server:
         self.config = config
         self.path = path
         self.limits = limits
-        self.complaints = Complaints()
+        self.client_log = ClientLog()
         self._on_prefault = on_prefault
         self._manager: KVManager | None = None
         self._stopping = threading.Event()

@@ -66,7 +66,7 @@ class Switchboard:
         self._timed: set[Client] = set()
         self._next_sweep = 0.0
         self._buffered_bytes = 0
-        self._complaints = host.complaints
+        self._client_log = host.client_log
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -108,7 +108,7 @@ class Switchboard:
             except BlockingIOError:
                 return
             except OSError as e:
-                self._complaints.warn("a connection cannot be accepted: %s", e)
+                self._client_log.warn("a connection cannot be accepted: %s", e)
                 if e.errno != errno.ECONNABORTED:
                     self._pause_accepting()
                     return
@@ -118,12 +118,12 @@ class Switchboard:
     def _admit(self, sock: socket.socket) -> None:
         connection = Connection(sock)
         if connection.uid != os.getuid():
-            self._complaints.warn("a connection of uid %d is refused", connection.uid)
+            self._client_log.warn("a connection of uid %d is refused", connection.uid)
             connection.close()
             return
         pid, too_many = connection.pid, self._too_many(connection.pid)
         if too_many:
-            self._complaints.warn("a connection of process %d is refused: %s", pid, too_many)
+            self._client_log.warn("a connection of process %d is refused: %s", pid, too_many)
             connection.send(p.encode(p.Refused(0, LimitExceeded.code, too_many, None)))
             connection.close()
             return
@@ -273,7 +273,7 @@ class Switchboard:
             return
         client.is_here = False
         if why is not None:
-            self._complaints.warn("a connection is closed: %s", why)
+            self._client_log.warn("a connection is closed: %s", why)
         self._queue.forget(client)
         self._timed.discard(client)
         self._of_process[client.connection.pid] -= 1

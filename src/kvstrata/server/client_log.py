@@ -13,7 +13,7 @@ _SHOWN_CHARACTERS: Final = 500  # of a text: a client may quote itself at length
 _SAME_TEXT_SECONDS: Final = 60.0
 
 
-class Complaints:
+class ClientLog:
     """Logs at most 20 warnings in 10 seconds, and then how many there were besides; likewise news."""
 
     def __init__(self) -> None:
