@@ -170,6 +170,18 @@ def test_server_that_lies_is_tried_again_and_told_of_once(
     assert len(told) == 1
 
 
+def test_worker_that_ends_does_not_complain_of_a_server_that_has_not_answered(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.closing(sockets.listen(path)) as listener, caplog.at_level(logging.WARNING):
+        worker = Worker(path, patience_seconds=0.0)
+        sock, _ = listener.accept()
+        with sock:
+            assert sock.recv(4096)  # the hello
+            worker.close()
+    assert caplog.text == ""
+
+
 def test_absent_server_is_told_of_after_a_while_and_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,6 +67,8 @@ class Attachment:
             try:
                 self._attach_and_stay()
             except (KVStrataError, OSError) as e:
+                if self._stop.is_set():
+                    break
                 if self._was_mapped:
                     self._was_mapped, told, failed_since = False, "", time.monotonic()
                 absent_seconds = time.monotonic() - failed_since
@@ -82,6 +84,8 @@ class Attachment:
     def _attach_and_stay(self) -> None:
         client = self._client = ManagerClient(self._path, self._hello)
         try:
+            if self._stop.is_set():  # ``close`` may not have seen the client
+                return
             welcome = client.wait_welcome(_WELCOME_SECONDS)
             descriptor = client.take_descriptor()
             if descriptor is None:
