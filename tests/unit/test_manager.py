@@ -374,9 +374,10 @@ def test_nothing_is_matched_or_reserved_before_the_workers_are_there(manager: KV
     manager.disconnect(engine)
 
 
-def test_observer_has_no_tasks(manager: KVManager) -> None:
+def test_who_is_no_engine_has_no_tasks(manager: KVManager) -> None:
     save(manager, ALICE, keys(1))
-    assert manager.get_match(ALICE, keys(1), owner=manager.connect_observer()) == FAILED
+    assert manager.get_match(ALICE, keys(1), owner=manager.connect_worker("e", 0)) == FAILED
+    assert manager.get_match(ALICE, keys(1), owner=999) == FAILED
 
 
 def test_dead_engine_returns_its_leases_at_once(manager: KVManager) -> None:

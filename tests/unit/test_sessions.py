@@ -12,7 +12,7 @@ def test_local_owner_needs_no_workers_and_strangers_get_nothing() -> None:
     assert LOCAL_OWNER == 0
     assert sessions.can_transfer(0)
     assert not sessions.can_transfer(1)
-    assert not sessions.can_transfer(sessions.add_observer())
+    assert not sessions.can_transfer(sessions.add_worker("e", 0))
 
 
 def test_engine_gets_nothing_before_each_of_its_ranks_has_mapped_the_memory() -> None:
@@ -38,10 +38,9 @@ def test_owner_numbers_are_never_used_twice() -> None:
     owners = []
     for _ in range(3):
         owners += [sessions.add_engine("e", 1), sessions.add_worker("e", 0)]
-        owners.append(sessions.add_observer())
-        for owner in owners[-3:]:
+        for owner in owners[-2:]:
             sessions.remove(owner)
-    assert owners == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert owners == [1, 2, 3, 4, 5, 6]
 
 
 def test_slots_of_a_dead_engine_wait_for_the_last_of_its_workers() -> None:

@@ -196,10 +196,6 @@ class KVManager:
         with self._lock:
             self._sessions.measured(owner, blocks_per_second)
 
-    def connect_observer(self) -> int:
-        with self._lock:
-            return self._sessions.add_observer()
-
     def workers(self, owner: int) -> int:
         """How many workers of the engine *owner* have mapped the host tier."""
         with self._lock:

@@ -91,9 +91,6 @@ class Sessions:
         self._count_workers()
         return owner
 
-    def add_observer(self) -> int:
-        return self._new_owner()
-
     def can_transfer(self, owner: int) -> bool:
         """Whether all workers that would copy for *owner* have mapped the host tier."""
         return owner == LOCAL_OWNER or owner in self._attached
