@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test lint format unit fuzz bench-vllm-hit clean
+.PHONY: help .venv demo test lint format unit nightly fuzz bench-vllm-hit clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -45,6 +45,9 @@ format: .venv ## Let ruff fix and format the code
 
 unit: .venv ## The fast tests: no engine, no network
 	$(BIN)/pytest tests/unit
+
+nightly: .venv ## The state machines at length: a thousand runs of each, at least
+	$(BIN)/pytest tests/property --hypothesis-profile nightly
 
 SECONDS_OF_FUZZING ?= 60
 fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)

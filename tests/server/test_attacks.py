@@ -525,6 +525,25 @@ def test_tasks_of_a_client_are_bounded_until_it_ends_some(path: Path) -> None:
             greedy.get_match(ALICE, keys(0))
 
 
+def test_thousands_of_tasks_are_under_way_at_a_time(path: Path) -> None:
+    with arena(path) as (server, honest), greedy_at(server, 4) as greedy:
+        assert server.manager is not None
+        read = [greedy.get_match(ALICE, keys(0, 1)).task_id for _ in range(5000)]
+        greedy.launch(read[::2])
+        written = [greedy.put_match(ALICE, keys(100 + n)).task_id for n in range(32)]
+        report = server.manager.stats()
+        assert (report.running_gets, report.running_puts) == (5000, 32)
+        assert len(greedy.try_wait(read + written)) == 5032
+        honest.uses_the_cache()
+        greedy.complete(read[::2])
+        greedy.cancel(read[1::2] + written)
+        assert {status.state for status in greedy.try_wait(read[-10:]).values()} == {
+            TaskState.DONE,
+            TaskState.CANCELLED,
+        }
+        server.manager.check()
+
+
 def test_blocks_of_all_tasks_of_a_client_are_bounded(path: Path) -> None:
     with (
         arena(path, Limits(task_blocks=10)) as (server, honest),
