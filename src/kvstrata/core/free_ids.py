@@ -52,8 +52,11 @@ class FreeIds:
 
     def release(self, ids: NDArray[np.int32]) -> None:
         """Give *ids* back, which are in use and all different: that is for the caller to know."""
-        self._stack[self._height : self._height + len(ids)] = np.sort(ids)[::-1]
-        self._height += len(ids)
+        self._push(np.sort(ids))
+
+    def _push(self, ascending: NDArray[np.int32]) -> None:
+        self._stack[self._height : self._height + len(ascending)] = ascending[::-1]
+        self._height += len(ascending)
 
     def check(self, used: NDArray[np.bool_]) -> None:
         """Raises ``InvariantViolated`` unless exactly those flagged in *used* are in use."""

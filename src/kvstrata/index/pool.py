@@ -62,7 +62,7 @@ class SlotPool(FreeIds):
         if (ids[1:] == ids[:-1]).any():
             raise InvariantViolated("a slot is released twice")
         self._state[as_index(ids)] = _FREE
-        super().release(ids)
+        self._push(ids)
 
     def is_used(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
         used: NDArray[np.bool_] = self._state[slots] != _FREE
