@@ -47,7 +47,7 @@ unit: .venv ## The fast tests: no engine, no network
 	$(BIN)/pytest tests/unit
 
 nightly: .venv ## The state machines at length: a thousand runs of each, at least
-	$(BIN)/pytest tests/property --hypothesis-profile nightly
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest tests/property
 
 SECONDS_OF_FUZZING ?= 60
 fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)

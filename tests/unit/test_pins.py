@@ -145,6 +145,19 @@ def test_pin_can_be_ended(manager: KVManager) -> None:
     assert set(known(manager).values()) == {0}
 
 
+def test_block_whose_load_failed_is_dropped_though_it_is_pinned(roomy: KVManager) -> None:
+    """A pin is no reader: a doubt about bytes is worth more."""
+    save(roomy, ALICE, keys(1, 2, 3))
+    number, _ = roomy.pin(ALICE, keys(1, 2, 3), 60.0)
+    task = roomy.get_match(ALICE, keys(1, 2, 3)).task_id
+    roomy.launch([task])
+    roomy.complete_part(task, 1)
+    assert roomy.stats().pinned_blocks == 1
+    assert load(roomy, ALICE, keys(1, 2, 3)) == contents(ALICE, keys(1))
+    roomy.check()
+    assert roomy.unpin(number)
+
+
 def test_no_more_than_a_half_can_be_pinned(manager: KVManager) -> None:
     save(manager, ALICE, keys(1, 2, 3, 4))
     assert manager.pin(ALICE, keys(1, 2, 3), 60.0) == (1, 2)

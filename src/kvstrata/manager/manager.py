@@ -117,7 +117,7 @@ class KVManager:
             ),
             lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
         )
-        self._moves = Moves(self._cache, self._gets, self._puts, self._sessions)
+        self._moves = Moves(self._cache, self._gets, self._puts, self._sessions, self._pins)
         if config.prefault:
             threading.Thread(
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.manager.gets import Gets
+from kvstrata.manager.pins import Pins
 from kvstrata.manager.puts import Puts
 from kvstrata.manager.residency import Residency
 from kvstrata.manager.sessions import Sessions
@@ -20,11 +21,14 @@ class Moves:
     cannot have happened yet raise ``InvariantViolated``, but only once the other tasks are done.
     """
 
-    def __init__(self, cache: Residency, gets: Gets, puts: Puts, sessions: Sessions) -> None:
+    def __init__(
+        self, cache: Residency, gets: Gets, puts: Puts, sessions: Sessions, pins: Pins
+    ) -> None:
         self._cache = cache
         self._gets = gets
         self._puts = puts
         self._sessions = sessions
+        self._pins = pins
 
     def launch(self, task_ids: Sequence[int], owner: int) -> None:
         for task, state in self._moved(task_ids, owner, TaskEvent.LAUNCH):
@@ -106,6 +110,7 @@ class Moves:
         if blocks < len(task.ids):
             self._cache.counters.add(metrics.FAILED_LOADS, 1)
         self._gets.end(task, state)
+        self._pins.give_up(task.ids[blocks:])
         self._cache.doubt(task.ids[blocks:])
 
     def _release(self, slots: Iterable[int]) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -70,6 +70,14 @@ class Pins:
         if pin is not None:
             self._cache.unlease(pin.ids)
         return pin is not None
+
+    def give_up(self, ids: BlockIds) -> None:
+        """*ids* are pinned no longer: there is a doubt about their bytes."""
+        for number, pin in self._pins.items():
+            doubted = np.isin(pin.ids, ids)
+            if doubted.any():
+                self._pins[number] = replace(pin, ids=pin.ids[~doubted])
+                self._cache.unlease(pin.ids[doubted])
 
     def forget(self, namespace: NamespaceId) -> None:
         """End the pins of *namespace*, whose blocks nobody is to find any more."""
