@@ -47,7 +47,7 @@ unit: .venv ## The fast tests: no engine, no network
 	$(BIN)/pytest tests/unit
 
 nightly: .venv ## The state machines at length: a thousand runs of each, at least
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest tests/property
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -o faulthandler_timeout=0 tests/property
 
 SECONDS_OF_FUZZING ?= 60
 fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
