@@ -4,7 +4,12 @@ A miss is a value, a fault is one of these, a bug is ``InvariantViolated``. ``co
 append-only: it labels metrics and log lines.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+FaultCause = Literal[
+    "unreachable", "timeout", "name", "credentials", "refused", "full", "closed", "io"
+]
+"""Why a tier could not do what it was asked, as the metrics name it."""
 
 
 class KVStrataError(Exception):
@@ -34,9 +39,18 @@ class FormatError(ConfigError):
 
 
 class TierUnavailable(KVStrataError, ConnectionError):
-    """A tier cannot be reached: treat its blocks as misses and probe it later."""
+    """A tier cannot be reached: treat its blocks as misses and probe it later.
+
+    ``cause``: nobody answers there (``unreachable``), or not in time (``timeout``), its name is
+    not known (``name``), it does not let us in (``credentials``), it refuses or has no room
+    (``refused``, ``full``), we have closed it (``closed``), or a disk or mount fails (``io``).
+    """
 
     code = "tier_unavailable"
+
+    def __init__(self, message: str, *, hint: str | None = None, cause: FaultCause = "io") -> None:
+        super().__init__(message, hint=hint)
+        self.cause = cause
 
 
 class ServerUnavailable(KVStrataError, ConnectionError):

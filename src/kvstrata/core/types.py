@@ -29,6 +29,7 @@ class Read(enum.Enum):
     HIT = "hit"
     MISS = "miss"
     CORRUPT = "corrupt"  # the stored bytes failed a check; the store has dropped them
+    FOREIGN = "foreign"  # something that no store of ours wrote has its name, and keeps it
     FAILED = "failed"  # it could not be read, and may be there; others of its batch could
 
 

@@ -1,0 +1,109 @@
+"""A remote engine as the fault suite sees it: servers that a test starts, harms and asks."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from tests.remote.proxy import Proxy
+
+from kvstrata.core.types import StoreKey
+from kvstrata.storage.store import Store
+
+START_SECONDS = 30.0
+
+
+class RemoteEngine(ABC):
+    """One kind of remote engine, real, on loopback: its server processes and stores on them.
+
+    ``faults.RemoteFaults`` runs the same faults against each.
+    """
+
+    can_evict: ClassVar[bool] = True  # makes room by itself when it is full
+    has_credentials: ClassVar[bool] = True
+
+    @abstractmethod
+    def start(self, folder: Path) -> None:
+        """Start it, empty; *folder* is its own. Fails with the remedy if it is not installed."""
+
+    @abstractmethod
+    def address(self) -> tuple[str, int]:
+        """Host and port of the server that data is asked from: what a ``Proxy`` stands before."""
+
+    @abstractmethod
+    def open(
+        self,
+        *,
+        block_bytes: int,
+        proxy: Proxy | None = None,
+        host: str | None = None,
+        wrong_credentials: bool = False,
+        ttl_seconds: float | None = None,
+        timeout_seconds: float = 1.0,
+    ) -> Store:
+        """A store on it: through *proxy*, or by another name of its *host*."""
+
+    @abstractmethod
+    def pids(self) -> Sequence[int]:
+        """Its server processes."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """SIGKILL all of it; ``restart`` may follow."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Start what was killed, at the same address, with nothing in it."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End what still runs."""
+
+    @abstractmethod
+    def raw(self, key: StoreKey) -> bytes | None:
+        """The value stored for *key*, header included, past the store; ``None`` if there is none."""
+
+    @abstractmethod
+    def put_raw(self, key: StoreKey, value: bytes) -> None:
+        """Replace what is stored for *key* behind the back of any store."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Make it refuse or evict: little room is left for more."""
+
+    def pause(self) -> None:
+        for pid in self.pids():
+            os.kill(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for pid in self.pids():
+            os.kill(pid, signal.SIGCONT)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def wait_until(true: Callable[[], bool], process: "subprocess.Popen[bytes]", what: str) -> None:
+    """Until *true*; fails with *what* if it takes too long or *process* ends before."""
+    deadline = time.monotonic() + START_SECONDS
+    while not true():
+        assert process.poll() is None, f"{what} ended with {process.returncode} at its start"
+        assert time.monotonic() < deadline, f"{what} did not start within {START_SECONDS} s"
+        time.sleep(0.02)
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection((host, port), 1).close()
+    except OSError:
+        return False
+    return True
