@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvstrata.core.config import Config, pipeline_string
+from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, ValkeyTier
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.core.units import exact_bytes
 
@@ -30,10 +31,11 @@ setting wins:
 3. a YAML or JSON file, named by `config_file` in the first source or by `KVSTRATA_CONFIG`;
 4. the default.
 
-`--host-size`, `--disk` and `--shared` of `kvstrata serve` and `kvstrata server` each change one tier of
-what the sources below them say. `--host-size` sets the capacity of the host tier and leaves its other
-keys. `--disk` and `--shared` take the place of the tier of that kind, or add one: keys that they cannot
-say, such as `eviction` and `write`, are then at their defaults. Tiers that no option names stay.
+`--host-size`, `--disk`, `--shared` and `--remote` of `kvstrata serve` and `kvstrata server` each change
+one tier of what the sources below them say. `--host-size` sets the capacity of the host tier and leaves
+its other keys. The others take the place of the tier of that kind, or add one: keys that they do not
+say, such as `eviction` and `write`, are then at their defaults. Tiers that no option names stay, but
+there is one tier that nodes share: `--shared` and `--remote` take its place.
 
 A name that is not in the tables below is an error wherever it stands, and so is a value that cannot
 work. All errors are reported together, each with where it was set. `kvstrata doctor` checks the
@@ -53,9 +55,13 @@ The pipeline string names the tiers from the fastest to the slowest, with a bar 
 * `disk:PATH:CAPACITY`: a directory of block files, which survives restarts. Several directories,
   one a device, with commas between: `disk:/nvme0/kv,/nvme1/kv:2TiB`.
 * `shared:PATH:CAPACITY`: a directory on a file system that several nodes mount.
+* An address: an engine that several nodes use. `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`,
+  `az://CONTAINER/PREFIX`; `valkey://HOST:PORT`, `rediss://HOST:PORT`, `unix:///PATH`;
+  `mooncake://HOST:PORT`. Its other keys follow as a query:
+  `s3://kv/llama?region=eu-central-1&ttl_seconds=604800`, values percent-encoded.
 
 There is exactly one host tier and it is the first; below it at most one disk tier, then at most one
-shared tier. `Cache` and `Posix` are read as `host` and `disk`. The same as a list, which a file and
+that nodes share. `Cache` and `Posix` are read as `host` and `disk`. The same as a list, which a file and
 `kv_connector_extra_config` take as well, with all settings of a tier, and which also holds paths
 with a bar or a comma in them:
 
@@ -108,6 +114,12 @@ def render() -> str:
             *_table(DiskTier),
             "\nKeys of a `kind: shared` tier:\n\n",
             *_table(SharedTier),
+            "\nKeys of a `kind: objects` tier:\n\n",
+            *_table(ObjectTier),
+            "\nKeys of a `kind: valkey` tier:\n\n",
+            *_table(ValkeyTier),
+            "\nKeys of a `kind: mooncake` tier:\n\n",
+            *_table(MooncakeTier),
             "\n",
             _EXAMPLES,
         )
@@ -129,6 +141,8 @@ def _default(name: str, field: FieldInfo) -> str:
     value = field.default
     if value is None:
         return "unset"
+    if value == "":
+        return "empty"
     if isinstance(value, tuple):
         return _code(pipeline_string(value)) if value else "none"
     if name.endswith("_bytes"):

@@ -12,7 +12,7 @@ from kvstrata.cli.diagnosis import check_disk
 from kvstrata.cli.main import app
 from kvstrata.core.config import Config
 from kvstrata.core.load import load_config
-from kvstrata.core.tiers import DiskTier
+from kvstrata.core.tiers import DiskTier, SharedTier
 
 PLENTY = str(10**15)
 
@@ -104,8 +104,7 @@ def test_disks_and_a_shared_directory(tmp_path: Path) -> None:
     found = settings("model", "--disk", directories, "--shared", f"{tmp_path}/c:4MiB")
     assert found.disk_tier is not None
     assert found.disk_tier.paths == (tmp_path / "a", tmp_path / "b")
-    assert found.shared_tier is not None
-    assert (found.shared_tier.path, found.shared_tier.capacity) == (tmp_path / "c", 4 * 2**20)
+    assert found.lowest_tier == SharedTier(path=tmp_path / "c", capacity=4 * 2**20)
 
 
 def test_an_option_replaces_its_tier_and_leaves_the_other_of_the_file(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_the_model_comes_first() -> None:
 
 def test_attach_and_tiers_contradict_each_other() -> None:
     message = refused("model", "--attach", "/tmp/s", "--host-size", "1GiB")
-    assert "give --host-size, --disk and --shared to 'kvstrata server'" in message
+    assert "give --host-size, --disk, --shared and --remote to 'kvstrata server'" in message
 
 
 def test_a_host_tier_larger_than_memory() -> None:

@@ -21,7 +21,7 @@ host_tiers = st.builds(HostTier, capacity=capacities | st.just("auto"))
 disk_tiers = st.builds(
     DiskTier, paths=st.lists(paths, min_size=1, max_size=3).map(tuple), capacity=capacities
 )
-shared_tiers = st.builds(SharedTier, path=paths, capacity=capacities)
+lowest_tiers = st.builds(SharedTier, path=paths, capacity=capacities)
 seconds = st.floats(0, 86_400, exclude_min=True)
 counts = st.integers(1, 2**63 - 1)
 
@@ -36,8 +36,8 @@ def configs(draw: st.DrawFn) -> Config:
         tiers = (
             st.tuples(host_tiers)
             | st.tuples(host_tiers, disk_tiers)
-            | st.tuples(host_tiers, shared_tiers)
-            | st.tuples(host_tiers, disk_tiers, shared_tiers)
+            | st.tuples(host_tiers, lowest_tiers)
+            | st.tuples(host_tiers, disk_tiers, lowest_tiers)
         )
     return Config(
         tiers=draw(tiers),
@@ -169,8 +169,8 @@ def test_the_tiers_can_be_asked_for_by_kind() -> None:
     assert Config(tiers=(host,)).disk_tier is None
     assert Config(tiers=(host, disk)).disk_tier == disk
     shared = SharedTier(path=Path("/y"), capacity=3)
-    assert Config(tiers=(host, disk)).shared_tier is None
-    assert Config(tiers=(host, disk, shared)).shared_tier == shared
+    assert Config(tiers=(host, disk)).lowest_tier is None
+    assert Config(tiers=(host, disk, shared)).lowest_tier == shared
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,14 @@ def test_the_tiers_can_be_asked_for_by_kind() -> None:
             "comes before the disk tier",
         ),
         ([{"kind": "host"}, {"kind": "host"}], "a second host tier"),
-        ([{"kind": "host"}, {"kind": "s3"}], "the s3 tier is not available in this version"),
+        (
+            [{"kind": "host"}, {"kind": "s3", "url": "valkey://a"}],
+            "is not the address of an? objects",
+        ),
+        (
+            [{"kind": "host"}, {"kind": "valkey", "url": "cache:6379"}],
+            "is not the address of a valkey",
+        ),
         ([{"capacity": 1}], "a mapping with a kind"),
         (["host"], "a mapping with a kind"),
         ([{"kind": "host"}, {"kind": "disk", "paths": "x", "capacity": 1}], "not absolute"),

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
-from kvstrata.core.load import Setting, explain, load_config, python_hash_seed
-from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
+from kvstrata.core.load import _TIER_MODELS, Setting, explain, load_config, python_hash_seed
+from kvstrata.core.tiers import DiskTier, HostTier
 
 GIB = 2**30
 
@@ -236,14 +236,15 @@ def test_a_setting_of_a_tier_that_stands_alone_gets_the_list_to_write_it_in() ->
     )
     assert fault_of(environ={"KVSTRATA_WRITE": "reused"}) == (
         "unknown setting 'KVSTRATA_WRITE' (from environment KVSTRATA_WRITE)\n"
-        "  hint: write is a setting of a tier (disk, shared): give `tiers` as a list, in a file "
+        "  hint: write is a setting of a tier (disk, shared, objects, valkey, "
+        "mooncake): give `tiers` as a list, in a file "
         "or in kv_connector_extra_config, for example tiers: [{kind: host}, {kind: disk, "
         "paths: /var/cache/kv, capacity: 200GiB, write: reused:2}]"
     )
 
 
 @pytest.mark.parametrize(
-    "name", sorted({n for m in (HostTier, DiskTier, SharedTier) for n in m.model_fields})
+    "name", sorted({name for model in _TIER_MODELS.values() for name in model.model_fields})
 )
 def test_the_list_that_such_a_hint_shows_is_right(tmp_path: Path, name: str) -> None:
     example = fault_of({name: 1}).partition("for example ")[2]
@@ -302,10 +303,20 @@ def test_errors_call_the_overrides_what_they_are() -> None:
         load_config({"prefualt": 1}, environ={}, overrides_name="command line")
 
 
+def test_the_address_of_a_tier_is_shown_without_its_secrets() -> None:
+    found = explain({"tiers": "host | valkey://me:hunter2@cache:6379"}, environ={})["tiers"].value
+    assert "hunter2" not in repr(found)
+    assert "hunter2" not in str(found)
+    assert "valkey://***@cache:6379" in repr(found)
+    assert found[1].url == "valkey://me:hunter2@cache:6379"
+
+
 def test_secrets_and_long_values_are_kept_out_of_errors() -> None:
-    secret = {"kind": "valkey", "password": "hunter2"}
+    secret = {"kind": "valkey", "url": "valkey://:hunter2@cache", "password": "hunter2"}
     assert "hunter2" not in fault_of({"tiers": [{"kind": "host"}, secret]})
-    assert "hunter2" not in fault_of({"tiers": "host | valkey://:hunter2@cache"})
+    assert "hunter2" not in fault_of({"tiers": "host | valkey://:hunter2@cache | host"})
+    assert "hunter2" not in fault_of({"tiers": "host | valkey://:hunter2@cache?parallel=3"})
+    assert "hunter2" not in fault_of({"tiers": [{"kind": "s3", "url": "valkey://:hunter2@cache"}]})
     assert "hunter2" not in fault_of({"password": "hunter2"})
     assert "hunter2" not in fault_of({"server": "redis://:hunter2@cache"})
     assert len(fault_of({"server": "x" * 100_000})) < 1000

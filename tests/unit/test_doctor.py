@@ -277,11 +277,11 @@ def test_a_directory_with_files_of_others_is_a_problem(tmp_path: Path) -> None:
 def test_a_shared_directory_whose_parent_is_missing_is_a_problem(tmp_path: Path) -> None:
     """It is the mount that is missing, mostly, and nothing may be written below its point."""
     tier = SharedTier(path=tmp_path / "mnt" / "kv", capacity=MIB)
-    (finding,) = diagnosis.check_shared(tier)
+    (finding,) = diagnosis.check_lowest(tier)
     assert finding.level == "problem"
     assert f"shared store {tmp_path}/mnt/kv cannot be opened" in finding.message
     (tmp_path / "mnt").mkdir()
-    (finding,) = diagnosis.check_shared(tier)
+    (finding,) = diagnosis.check_lowest(tier)
     assert finding.level == "ok"
     assert list((tmp_path / "mnt").iterdir()) == []
 

@@ -3,14 +3,18 @@
 import threading
 from collections.abc import Sequence
 
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.caches import PATIENCE_SECONDS, eventually
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import StoreKey
 from kvstrata.testing import MemoryStore
 from kvstrata.transfer.finder import Finder
+from kvstrata.transfer.presence import Presence
 
 KEYS = [bytes([n]) * 48 for n in range(4)]
+MANY = [number.to_bytes(48, "big") for number in range(300)]
 
 
 class Waiting(MemoryStore):
@@ -34,10 +38,64 @@ def store_with(*keys: StoreKey) -> Waiting:
     return store
 
 
+def finder_of(store: MemoryStore, width: int = 64, search_seconds: float = 3600.0) -> Finder:
+    presence = Presence(store.exists, missing_seconds=0)
+    return Finder(presence, width=width, search_seconds=search_seconds)
+
+
+class Asked(MemoryStore):
+    """Remembers its questions."""
+
+    def __init__(self, there: int) -> None:
+        super().__init__(block_bytes=4, capacity_blocks=max(1, there))
+        self.questions: list[int] = []
+        keys = MANY[:there]
+        self.write(keys, [None] * there, [memoryview(b"1234")] * there)
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+        self.questions.append(len(keys))
+        return super().exists(keys)
+
+
+def search(finder: Finder, keys: Sequence[StoreKey]) -> int:
+    counts: list[int] = []
+    finder.find(keys, counts.append)
+    eventually(lambda: bool(counts), "a search has no end")
+    return counts[0]
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 40))
+def test_a_prefix_is_found_whole_with_few_questions(there: int, asked: int, width: int) -> None:
+    store = Asked(there)
+    finder = finder_of(store, width)
+    assert search(finder, MANY[:asked]) == min(there, asked)
+    assert max(store.questions, default=0) <= max(2, width)
+    if width >= 20:
+        assert len(store.questions) <= 3
+    finder.close()
+
+
+def test_a_short_prompt_with_a_hole_is_found_up_to_there() -> None:
+    store = Asked(9)
+    store.remove(MANY[4:5])
+    finder = finder_of(store, 16)
+    assert search(finder, MANY[:12]) == 4
+    finder.close()
+
+
+def test_a_search_that_takes_too_long_answers_with_what_it_knows() -> None:
+    store = Asked(200)
+    finder = finder_of(store, 10, search_seconds=0.0)
+    found = search(finder, MANY[:300])
+    assert store.questions == [10]
+    assert 150 <= found <= 200
+    finder.close()
+
+
 def test_the_leading_keys_that_are_there_are_counted() -> None:
     store = store_with(KEYS[0], KEYS[1], KEYS[3])
     store.go.set()
-    finder = Finder(store)
+    finder = finder_of(store)
     counts: list[int] = []
     finder.find(KEYS, counts.append)
     eventually(lambda: counts == [2], "nothing is found")
@@ -53,7 +111,7 @@ def test_the_leading_keys_that_are_there_are_counted() -> None:
 
 def test_too_many_searches_find_nothing_at_once_and_later_there_is_room() -> None:
     store = store_with(*KEYS)
-    finder = Finder(store)
+    finder = finder_of(store)
     counts: list[int] = []
     for _ in range(100):
         finder.find(KEYS, counts.append)

@@ -20,6 +20,7 @@ def test_catalogue_is_append_only() -> None:
         "kvstrata_corrupt_blocks_total",
         "kvstrata_declined_blocks_total",
         "kvstrata_unlogged_events_total",
+        "kvstrata_remote_faults_total",
     ]
 
 

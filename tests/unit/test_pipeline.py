@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvstrata.core.config import Config, pipeline_string
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import order_fault, parse_pipeline, redact, tier_kind
+from kvstrata.core.remote_tiers import ObjectTier
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
 
 GIB = 2**30
@@ -21,8 +22,23 @@ disk_tiers = st.builds(
     DiskTier, paths=st.lists(paths, min_size=1, max_size=3).map(tuple), capacity=capacities
 )
 shared_tiers = st.builds(SharedTier, path=paths, capacity=capacities)
+urls = st.builds(
+    "{}://{}".format, st.just("s3"), st.from_regex(r"[a-z0-9][a-z0-9/@:_-]*", fullmatch=True)
+)
+object_tiers = st.builds(
+    ObjectTier,
+    url=urls,
+    endpoint=st.none() | st.from_regex(r"https?://[a-z0-9&=%?#+/:.-]+", fullmatch=True),
+    region=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="|\0"), min_size=1),
+    anonymous=st.booleans(),
+    parallel=st.integers(1, 1024),
+    timeout_seconds=st.floats(0.001, 3600),
+    ttl_seconds=st.none() | st.floats(1, 1e6),
+    write=st.sampled_from(["saved", "reused:2"]),
+)
 tiers = (
     st.tuples(host_tiers)
+    | st.tuples(host_tiers, object_tiers)
     | st.tuples(host_tiers, disk_tiers)
     | st.tuples(host_tiers, shared_tiers)
     | st.tuples(host_tiers, disk_tiers, shared_tiers)
@@ -109,9 +125,13 @@ def test_a_disk_tier_may_have_several_directories_and_a_shared_one_below_it() ->
         ("host | shared:/x,/y:1GiB", 16, "a shared tier has one directory"),
         ("host | host:1GiB", 7, "a second host tier"),
         ("host | disk:/x:1GiB | disk:/y:1GiB", 22, "a second disk tier"),
-        ("host | s3://bucket/prefix", 7, "the s3 tier is not available in this version"),
-        ("host | valkey://cache:6379", 7, "the valkey tier is not available in this version"),
-        ("host | mooncake://master", 7, "the mooncake tier is not available in this version"),
+        ("host | s3:bucket", 7, "an objects tier needs an address"),
+        ("host | valkey", 7, "a valkey tier needs an address"),
+        ("host | mooncake://", 7, "a mooncake tier needs an address"),
+        ("s3://bucket", 0, "an objects tier needs a host tier before it"),
+        ("host | s3://a | disk:/y:1GiB", 7, "the disk tier comes before the objects tier"),
+        ("host | s3://a | gs://b", 16, "a second objects tier"),
+        ("host | shared:/x:1GiB | s3://a", 24, "an objects tier besides the shared tier"),
     ],
 )
 def test_a_fault_is_shown_with_a_caret_under_the_character(
@@ -138,10 +158,31 @@ def test_the_nearest_tier_is_suggested() -> None:
 
 def test_secrets_in_an_address_are_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_pipeline("host | valkey://me:pass/w@rd@cache:6379?token=secret")
+        parse_pipeline("host | valkey://me:pass/w@rd@cache:6379?token=secret | host")
     assert "pass" not in str(caught.value)
     assert "secret" not in str(caught.value)
-    assert "  host | valkey://***@cache:6379?***" in str(caught.value)
+    assert "  host | valkey://***@cache:6379?*** | host" in str(caught.value)
+
+
+def test_the_query_of_an_address_is_the_settings_of_its_tier() -> None:
+    text = "host | s3://bucket/a/b?endpoint=http://minio:9000&ttl_seconds=60&region=a%26b"
+    assert parse_pipeline(text)[1] == {
+        "kind": "objects",
+        "url": "s3://bucket/a/b",
+        "endpoint": "http://minio:9000",
+        "ttl_seconds": "60",
+        "region": "a&b",
+    }
+
+
+@pytest.mark.parametrize("query", ["?", "?a", "?a=1&a=2", "?a=1&&b=2", "?=1"])
+def test_a_query_that_is_no_list_of_settings_is_refused(query: str) -> None:
+    text = f"host | s3://bucket{query}"
+    if query == "?":
+        assert parse_pipeline(text)[1] == {"kind": "objects", "url": "s3://bucket"}
+        return
+    with pytest.raises(ConfigError, match="expected NAME=VALUE"):
+        parse_pipeline(text)
 
 
 @pytest.mark.parametrize(

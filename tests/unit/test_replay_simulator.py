@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.traces import prompt, spool
 
-from kvstrata.core.tiers import Eviction
+from kvstrata.core.tier_fields import Eviction
 from kvstrata.core.write_rule import WriteRule, WriteWhen
 from kvstrata.replay.belady import find_optimum
 from kvstrata.replay.cost import Costs, Rates

@@ -403,3 +403,22 @@ def test_each_call_is_timed_with_the_bytes_that_it_moved() -> None:
         ("remove", 0.5, 0),
         ("write", 1.0, 0),
     ]
+
+
+def test_questions_that_succeed_do_not_hide_that_no_block_moves() -> None:
+    """Over a link that is nearly dead a question gets through, and no block does."""
+    now = 50.0
+    inner = FlakyStore(MemoryStore(block_bytes=4, capacity_blocks=8))
+    breaker = BreakerStore(inner, failures=3, retry_seconds=5, clock=lambda: now)
+    wanted, buffer = bytes(48), memoryview(bytearray(4))
+    for _ in range(3):
+        assert breaker.exists([wanted]) == [False]
+        inner.plan = iter([Fault.BEFORE])
+        with pytest.raises(TierUnavailable):
+            breaker.read_into([wanted], [buffer])
+    assert breaker.refuses
+    now += 5.1
+    assert breaker.exists([wanted]) == [False]  # a probe, which proves little
+    assert breaker.is_open
+    assert breaker.read_into([wanted], [buffer]) == [Read.MISS]
+    assert not breaker.is_open

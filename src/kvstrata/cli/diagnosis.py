@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstrata import __version__
-from kvstrata.cli.round_trip import round_trip
+from kvstrata.cli.round_trip import PROBE_BLOCK_BYTES, remote_round_trip, round_trip
 from kvstrata.core.config import Config
-from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError
+from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
 from kvstrata.core.limits import (
     available_memory_bytes,
     check_disk_capacity,
@@ -31,11 +31,14 @@ from kvstrata.core.limits import (
     resolve_host_capacity,
 )
 from kvstrata.core.load import Setting, explain, python_hash_seed
-from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
+from kvstrata.core.pipeline import redact
+from kvstrata.core.remote_tiers import RemoteTier
+from kvstrata.core.tiers import DiskTier, HostTier, LowestTier, SharedTier
 from kvstrata.core.units import human_bytes
 from kvstrata.observe.event_log import check_event_log
 from kvstrata.storage.disk_directory import check_directories
 from kvstrata.storage.disk_lock import LOCK_NAME
+from kvstrata.storage.remote.open import open_remote
 from kvstrata.storage.shared_fs_directory import check_directory
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
@@ -237,8 +240,8 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
     found = [*check_host(config.host_tier)]
     if config.disk_tier is not None:
         found += check_disk(config.disk_tier)
-    if config.shared_tier is not None:
-        found += check_shared(config.shared_tier)
+    if config.lowest_tier is not None:
+        found += check_lowest(config.lowest_tier)
     yield from found
     if config.event_log is not None:
         yield check_log(config.event_log)
@@ -247,6 +250,8 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
         yield Finding("round trip", "warning", message, "solve that first")
     else:
         yield _guarded("round trip", lambda: Finding("round trip", "ok", round_trip(config)))
+        if isinstance(config.lowest_tier, RemoteTier):
+            yield _guarded("remote", partial(_check_remote, config.lowest_tier))
 
 
 def check_host(tier: HostTier) -> Iterator[Finding]:
@@ -278,7 +283,20 @@ def check_disk(tier: DiskTier) -> Iterator[Finding]:
         yield _guarded("direct i/o", partial(_check_direct, nearest_existing(path)))
 
 
-def check_shared(tier: SharedTier) -> Iterator[Finding]:
+def check_lowest(tier: LowestTier) -> Iterator[Finding]:
+    """Whether *tier* can be used as it is set up; asks no other machine."""
+    if isinstance(tier, SharedTier):
+        yield from _check_shared(tier)
+    else:
+        problem = _problem_of("remote", partial(_open_and_close, tier))
+        yield problem or Finding("remote", "ok", f"blocks go to {redact(tier.url)}")
+
+
+def _open_and_close(tier: RemoteTier) -> None:
+    open_remote(tier, block_bytes=PROBE_BLOCK_BYTES, memory=None).close()
+
+
+def _check_shared(tier: SharedTier) -> Iterator[Finding]:
     """Whether *tier* can be made where all nodes may see it."""
     problem = _problem_of("shared", partial(check_directory, tier.path))
     if problem is not None:
@@ -287,6 +305,15 @@ def check_shared(tier: SharedTier) -> Iterator[Finding]:
     free = human_bytes(free_disk_bytes(tier.path))
     message = f"{human_bytes(tier.capacity)} in {tier.path}, where {free} is free"
     yield Finding("shared", "ok", message)
+
+
+def _check_remote(tier: RemoteTier) -> Finding:
+    try:
+        return Finding("remote", "ok", remote_round_trip(tier))
+    except TierUnavailable as e:
+        message = f"{redact(tier.url)} cannot be used now ({e.cause}): {e.args[0]}"
+        remedy = e.hint or "an engine starts all the same, and tries it again and again"
+        return Finding("remote", "problem", message, remedy)
 
 
 def check_log(path: Path) -> Finding:

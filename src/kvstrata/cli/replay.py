@@ -17,7 +17,7 @@ from kvstrata.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstrata.cli.replay_report import Report
-    from kvstrata.core.tiers import Eviction
+    from kvstrata.core.tier_fields import Eviction
     from kvstrata.replay.cost import Costs, Model
     from kvstrata.replay.formats import Reading
     from kvstrata.replay.outcome import Outcome
@@ -186,7 +186,7 @@ def _sizes(host: str, disk: str | None, sweep: list[str], costs: "Costs") -> "li
 
 
 def _policies(names: str) -> "list[Eviction]":
-    from kvstrata.core.tiers import Eviction
+    from kvstrata.core.tier_fields import Eviction
 
     known: tuple[Eviction, ...] = get_args(Eviction)
     wanted = [name.strip() for name in names.split(",")]

@@ -11,16 +11,25 @@ from typing import Final
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.limits import nearest_existing
+from kvstrata.core.pipeline import redact
+from kvstrata.core.remote_tiers import RemoteTier
 from kvstrata.core.tiers import DiskTier, HostTier
-from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
+from kvstrata.core.types import (
+    BLOCK_KEY_BYTES,
+    NAMESPACE_ID_BYTES,
+    STORE_KEY_BYTES,
+    Read,
+    Write,
+)
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
+from kvstrata.storage.remote.open import open_remote
 
-__all__ = ["round_trip"]
+__all__ = ["PROBE_BLOCK_BYTES", "remote_round_trip", "round_trip"]
 
-_PROBE_BLOCK_BYTES: Final = 64 * 1024
+PROBE_BLOCK_BYTES: Final = 64 * 1024
 _PROBE_BLOCKS: Final = 4
-_PROBE_TIER_BYTES: Final = 4 * _PROBE_BLOCKS * _PROBE_BLOCK_BYTES
+_PROBE_TIER_BYTES: Final = 4 * _PROBE_BLOCKS * PROBE_BLOCK_BYTES
 _PROBE_SECONDS: Final = 10.0
 
 
@@ -47,6 +56,28 @@ def round_trip(config: Config) -> str:
     return f"{_PROBE_BLOCKS} blocks came back unchanged through {through} in {milliseconds:.0f} ms"
 
 
+def remote_round_trip(tier: RemoteTier) -> str:
+    """Write a block to the engine of *tier*, read it and remove it again; what was seen.
+
+    Raises:
+        TierUnavailable: the engine cannot be used.
+        KVStrataError: a step failed, or the bytes that came back are others.
+    """
+    key = secrets.token_bytes(STORE_KEY_BYTES)
+    block, buffer = secrets.token_bytes(PROBE_BLOCK_BYTES), bytearray(PROBE_BLOCK_BYTES)
+    with closing(open_remote(tier, block_bytes=PROBE_BLOCK_BYTES, memory=None)) as store:
+        began = time.monotonic()
+        (written,) = store.write([key], [None], [memoryview(block)])
+        if written is not Write.STORED:
+            raise TierUnavailable(f"it has no room for a block ({written.value})", cause="full")
+        (read,) = store.read_into([key], [memoryview(buffer)])
+        store.remove([key])
+        milliseconds = (time.monotonic() - began) * 1000
+    if read is not Read.HIT or buffer != block:
+        raise InvariantViolated(f"the block that was written comes back as a {read.value}")
+    return f"a block came back unchanged through {redact(tier.url)} in {milliseconds:.0f} ms"
+
+
 def _small(config: Config, directory: Path | None) -> Config:
     host = HostTier(capacity=_PROBE_TIER_BYTES)
     disk = () if directory is None else (DiskTier(paths=(directory,), capacity=_PROBE_TIER_BYTES),)
@@ -57,15 +88,15 @@ def _small(config: Config, directory: Path | None) -> Config:
 def _save_and_load(config: Config, *, restart: bool) -> None:
     namespace = secrets.token_bytes(NAMESPACE_ID_BYTES)
     blocks = {
-        secrets.token_bytes(BLOCK_KEY_BYTES): secrets.token_bytes(_PROBE_BLOCK_BYTES)
+        secrets.token_bytes(BLOCK_KEY_BYTES): secrets.token_bytes(PROBE_BLOCK_BYTES)
         for _ in range(_PROBE_BLOCKS)
     }
-    with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
+    with closing(KVManager(config, block_bytes=PROBE_BLOCK_BYTES)) as manager:
         _save(manager, namespace, blocks)
         if not restart:
             _load(manager, namespace, blocks)
     if restart:
-        with closing(KVManager(config, block_bytes=_PROBE_BLOCK_BYTES)) as manager:
+        with closing(KVManager(config, block_bytes=PROBE_BLOCK_BYTES)) as manager:
             _load(manager, namespace, blocks)
 
 

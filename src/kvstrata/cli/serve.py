@@ -19,6 +19,7 @@ from kvstrata.cli.settings import (
     ConfigOption,
     DiskOption,
     HostSizeOption,
+    RemoteOption,
     SharedOption,
     TierOptions,
     check_machine,
@@ -42,12 +43,13 @@ class Role(enum.StrEnum):
     CONSUMER = "kv_consumer"
 
 
-def serve(  # noqa: PLR0913 - each is an option
+def serve(  # noqa: PLR0913, PLR0917 - each is an option
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Model name or folder, as for vllm serve.")],
     host_size: HostSizeOption = None,
     disk: DiskOption = None,
     shared: SharedOption = None,
+    remote: RemoteOption = None,
     config: ConfigOption = None,
     *,
     attach: Annotated[
@@ -72,11 +74,11 @@ def serve(  # noqa: PLR0913 - each is an option
     """
     with reported():
         _refuse_mistakes(model, context.args)
-        tiers = TierOptions(host_size, disk, shared)
+        tiers = TierOptions(host_size, disk, shared, remote)
         if attach is not None and any(option is not None for option in tiers):
             raise ConfigError(
                 "--attach joins a server that has its tiers already",
-                hint="give --host-size, --disk and --shared to 'kvstrata server'",
+                hint="give --host-size, --disk, --shared and --remote to 'kvstrata server'",
             )
         overrides = overrides_of(config=config, tiers=tiers, socket=attach)
         warnings = _check(overrides)

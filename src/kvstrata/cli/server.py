@@ -14,6 +14,7 @@ from kvstrata.cli.settings import (
     ConfigOption,
     DiskOption,
     HostSizeOption,
+    RemoteOption,
     SharedOption,
     TierOptions,
     check_machine,
@@ -26,13 +27,14 @@ __all__ = ["server"]
 _log = logging.getLogger(__name__)
 
 
-def server(
+def server(  # noqa: PLR0913, PLR0917 - each is an option
     socket: Annotated[
         Path, typer.Option(metavar="PATH", help="Unix socket to listen at, for this user only.")
     ],
     host_size: HostSizeOption = None,
     disk: DiskOption = None,
     shared: SharedOption = None,
+    remote: RemoteOption = None,
     config: ConfigOption = None,
     block_bytes: Annotated[
         str | None,
@@ -55,7 +57,7 @@ def server(
     )
     with reported():
         path = _socket_path(socket)
-        tiers = TierOptions(host_size, disk, shared)
+        tiers = TierOptions(host_size, disk, shared, remote)
         overrides = overrides_of(config=config, tiers=tiers, is_server=True)
         settings = load_config(overrides, overrides_name=COMMAND_LINE)
         for warning in check_machine(settings):

@@ -15,6 +15,7 @@ __all__ = [
     "ConfigOption",
     "DiskOption",
     "HostSizeOption",
+    "RemoteOption",
     "SharedOption",
     "TierOptions",
     "check_machine",
@@ -53,6 +54,16 @@ SharedOption = Annotated[
         "Wins over the shared tier of the settings, as --disk does.",
     ),
 ]
+RemoteOption = Annotated[
+    str | None,
+    typer.Option(
+        "--remote",
+        metavar="URL",
+        help="Tier on an engine that other nodes use too: s3://BUCKET/PREFIX, gs://, az://, "
+        "valkey://HOST:PORT, rediss://, unix:///PATH or mooncake://HOST:PORT, with settings as "
+        "?NAME=VALUE&…. Wins over the lowest tier of the settings, as --disk does.",
+    ),
+]
 
 
 class TierOptions(NamedTuple):
@@ -61,6 +72,7 @@ class TierOptions(NamedTuple):
     host_size: str | None = None
     disk: str | None = None
     shared: str | None = None
+    remote: str | None = None
 
 
 def overrides_of(
@@ -87,13 +99,13 @@ def overrides_of(
 
 def check_machine(config: "Config") -> list[str]:
     """Raise ConfigError unless this machine can hold the tiers of *config*; return warnings."""
-    from kvstrata.cli.diagnosis import check_disk, check_host, check_shared
+    from kvstrata.cli.diagnosis import check_disk, check_host, check_lowest
 
     findings = list(check_host(config.host_tier))
     if config.disk_tier is not None:
         findings += check_disk(config.disk_tier)
-    if config.shared_tier is not None:
-        findings += check_shared(config.shared_tier)
+    if config.lowest_tier is not None:
+        findings += check_lowest(config.lowest_tier)
     for finding in findings:
         if finding.level == "problem":
             raise ConfigError(finding.message, hint=finding.remedy or None)
@@ -102,9 +114,10 @@ def check_machine(config: "Config") -> list[str]:
 
 def _tiers(overrides: dict[str, object], options: TierOptions) -> list[dict[str, object]]:
     from kvstrata.core.load import load_config
+    from kvstrata.core.pipeline import depth_of, parse_pipeline
 
     base = load_config(overrides, overrides_name=COMMAND_LINE)
-    found = {
+    found: dict[str, dict[str, object]] = {
         tier.kind: {"kind": tier.kind, **tier.model_dump(mode="json", exclude_defaults=True)}
         for tier in base.tiers
     }
@@ -113,10 +126,15 @@ def _tiers(overrides: dict[str, object], options: TierOptions) -> list[dict[str,
     if options.disk is not None:
         paths, capacity = _directories("--disk", options.disk)
         found["disk"] = {"kind": "disk", "paths": paths, "capacity": capacity}
+    if options.shared is not None or options.remote is not None:
+        found = {kind: tier for kind, tier in found.items() if kind in {"host", "disk"}}
     if options.shared is not None:
         paths, capacity = _directories("--shared", options.shared)
         found["shared"] = {"kind": "shared", "path": ",".join(paths), "capacity": capacity}
-    return [found[kind] for kind in ("host", "disk", "shared") if kind in found]
+    if options.remote is not None:
+        tier = parse_pipeline(f"host | {options.remote}")[1]
+        found[str(tier["kind"])] = tier
+    return sorted(found.values(), key=lambda tier: depth_of(str(tier["kind"])))
 
 
 def _directories(option: str, text: str) -> tuple[list[str], int | Literal["auto"]]:

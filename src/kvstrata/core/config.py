@@ -20,17 +20,9 @@ from pydantic import (
 )
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.core.pipeline import directory_segment, host_segment
-from kvstrata.core.tiers import (
-    Count,
-    DiskTier,
-    HostTier,
-    SharedTier,
-    Tier,
-    Tiers,
-    absolute,
-    refuse_bool,
-)
+from kvstrata.core.pipeline import directory_segment, host_segment, url_segment
+from kvstrata.core.tier_fields import Count, absolute, refuse_bool
+from kvstrata.core.tiers import DiskTier, HostTier, LowestTier, SharedTier, Tier, Tiers
 from kvstrata.core.units import parse_bytes
 
 __all__ = [
@@ -116,8 +108,8 @@ class Config(BaseModel):
         default=_DEFAULT_TIERS,
         description=(
             "Where blocks are kept below device memory, fastest first: exactly one host tier, then "
-            "at most one disk tier, then at most one shared tier. A pipeline string or a list of "
-            "mappings."
+            "at most one disk tier, then at most one that several nodes share. A pipeline string or "
+            "a list of mappings."
         ),
         examples=["host:8GiB | disk:/var/cache/kv:200GiB"],
     )
@@ -178,7 +170,7 @@ class Config(BaseModel):
     remote_lookup_seconds: Seconds = Field(
         default=0.05,
         description=(
-            "Longest time in seconds that a request waits for the shared tier to say what it has; "
+            "Longest time in seconds that a request waits for the tier that nodes share to say what it has; "
             "then only what this node knows is loaded."
         ),
         examples=["0.05"],
@@ -284,9 +276,9 @@ class Config(BaseModel):
         return tuple(tier for tier in self.tiers if not isinstance(tier, HostTier))
 
     @property
-    def shared_tier(self) -> SharedTier | None:
+    def lowest_tier(self) -> LowestTier | None:
         """The tier that this node shares with others, if there is one."""
-        return next((tier for tier in self.tiers if isinstance(tier, SharedTier)), None)
+        return next((tier for tier in self.tiers if isinstance(tier, LowestTier)), None)
 
     @model_validator(mode="after")
     def _agree(self) -> "Config":
@@ -334,13 +326,13 @@ def _wait_within_timeout(config: Config) -> Contradiction | None:
 
 
 def _one_form(config: Config) -> Contradiction | None:
-    shared = config.shared_tier
-    if config.block_format == "exact" or shared is None or not shared.compress:
+    lowest = config.lowest_tier
+    if config.block_format == "exact" or lowest is None or not lowest.compress:
         return None
     return Contradiction(
         ("block_format", "tiers"),
-        "block_format is 'int8' and the shared tier is to compress, which gains nothing more",
-        "take compress away from the shared tier",
+        f"block_format is 'int8' and the {lowest.kind} tier is to compress, which gains nothing more",
+        f"take compress away from the {lowest.kind} tier",
     )
 
 
@@ -385,5 +377,7 @@ def pipeline_string(tiers: tuple[Tier, ...]) -> str:
 def _segment(tier: Tier) -> str:
     if isinstance(tier, HostTier):
         return host_segment(tier.capacity)
-    paths = tier.paths if isinstance(tier, DiskTier) else [tier.path]
-    return directory_segment(tier.kind, paths, tier.capacity)
+    if isinstance(tier, DiskTier | SharedTier):
+        paths = tier.paths if isinstance(tier, DiskTier) else [tier.path]
+        return directory_segment(tier.kind, paths, tier.capacity)
+    return url_segment(tier.url, tier.model_dump(exclude={"kind", "url"}, exclude_defaults=True))

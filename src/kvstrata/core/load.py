@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from kvstrata.core.config import Config, Contradictions, quota_pairs
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import redact
-from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
+from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, ValkeyTier
+from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
 
 __all__ = ["ENVIRONMENT_PREFIX", "Setting", "explain", "load_config", "python_hash_seed"]
 
@@ -29,10 +30,13 @@ FILE_KEY: Final = "config_file"
 
 _FIELDS: Final = Config.model_fields
 _LONGEST_SHOWN_CHARACTERS: Final = 200
-_TIER_MODELS: Final[dict[str, type[HostTier | DiskTier | SharedTier]]] = {
+_TIER_MODELS: Final[dict[str, type[Tier]]] = {
     "host": HostTier,
     "disk": DiskTier,
     "shared": SharedTier,
+    "objects": ObjectTier,
+    "valkey": ValkeyTier,
+    "mooncake": MooncakeTier,
 }
 
 

@@ -1,4 +1,4 @@
-"""The pipeline string: ``host:8GiB | disk:/nvme0/kv,/nvme1/kv:2TiB | shared:/mnt/kv:20TiB``.
+"""The pipeline string: ``host:8GiB | disk:/nvme0/kv,/nvme1/kv:2TiB | s3://bucket/prefix``.
 
 A parsed tier is the same mapping that the ``tiers`` list of a file holds, so both spellings meet
 the same model. Faults point at the character where reading stopped.
@@ -10,21 +10,25 @@ from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Final, Literal, NamedTuple, TypeVar
+from urllib.parse import quote, unquote
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.units import exact_bytes, parse_bytes
 
 __all__ = [
     "OrderFault",
+    "depth_of",
     "directory_segment",
     "host_segment",
     "order_fault",
     "parse_pipeline",
     "redact",
     "tier_kind",
+    "url_scheme",
+    "url_segment",
 ]
 
-Kind = Literal["host", "disk", "shared"]
+Kind = Literal["host", "disk", "shared", "objects", "valkey", "mooncake"]
 T = TypeVar("T")
 
 EXAMPLE: Final = "host:8GiB | disk:/var/cache/kv:200GiB"
@@ -35,9 +39,22 @@ _KINDS: Final[dict[str, Kind]] = {
     "disk": "disk",
     "posix": "disk",
     "shared": "shared",
+    "objects": "objects",
+    "s3": "objects",
+    "gs": "objects",
+    "az": "objects",
+    "valkey": "valkey",
+    "valkeys": "valkey",
+    "redis": "valkey",
+    "rediss": "valkey",
+    "unix": "valkey",
+    "mooncake": "mooncake",
 }
-_ORDER: Final[tuple[Kind, ...]] = ("host", "disk", "shared")
-_NOT_YET: Final = ("s3", "valkey", "mooncake")
+_DEPTHS: Final[dict[str, int]] = {
+    "host": 0,
+    "disk": 1,
+}  # all others are below, and exclude each other
+_LOWEST: Final = 2
 _WORD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*")
 _USERINFO: Final = re.compile(r"(://)[^|\s]*@")
 _QUERY: Final = re.compile(r"(://[^|\s?]*\?)[^|\s]+")
@@ -77,39 +94,47 @@ def tier_kind(word: str) -> Kind:
     kind = _KINDS.get(word.lower())
     if kind is not None:
         return kind
-    if word.lower() in _NOT_YET:
-        raise ConfigError(
-            f"the {word.lower()} tier is not available in this version of KVStrata",
-            hint=f"use host, disk and shared tiers, for example {EXAMPLE!r}",
-        )
     close = get_close_matches(word.lower(), _KINDS, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else "a tier is 'host', 'disk' or 'shared'"
+    known = "a tier is 'host', 'disk', 'shared' or an address such as 's3://bucket/prefix'"
+    hint = f"did you mean {close[0]!r}?" if close else known
     raise ConfigError(f"unknown tier {word!r}", hint=hint)
+
+
+def depth_of(kind: str) -> int:
+    """How far below the top a tier of *kind* stands."""
+    return _DEPTHS.get(kind, _LOWEST)
 
 
 def order_fault(kinds: Sequence[str]) -> OrderFault | None:
     """Return what is wrong with the number and order of tiers, or None.
 
-    A cache has exactly one host tier, first, then at most one disk tier, then at most one shared.
+    A cache has exactly one host tier, first, then at most one disk tier, then at most one that it
+    shares with other nodes.
     """
     if not kinds:
         return OrderFault(0, "there is no tier", "give at least a host tier: 'host:auto'")
     if "host" not in kinds:
         return OrderFault(
             0,
-            f"a {kinds[0]} tier needs a host tier before it: blocks go there through host memory",
+            f"{_a(kinds[0])} tier needs a host tier before it: blocks go there through host memory",
             f"put a host tier first, for example 'host:auto | {kinds[0]}:…'",
         )
-    seen: set[str] = set()
+    depths = [depth_of(kind) for kind in kinds]
     for index, kind in enumerate(kinds):
-        if kind in seen:
+        if kind in kinds[:index]:
             return OrderFault(index, f"a second {kind} tier", f"give one {kind} tier with it all")
-        seen.add(kind)
-    for index, (kind, below) in enumerate(pairwise(kinds)):
-        if _ORDER.index(kind) > _ORDER.index(below):
-            message = f"the {below} tier comes before the {kind} tier"
+        if depths[index] == _LOWEST and _LOWEST in depths[:index]:
+            message = f"{_a(kind)} tier besides the {kinds[depths.index(_LOWEST)]} tier"
+            return OrderFault(index, message, "share blocks through one of them")
+    for index, (above, below) in enumerate(pairwise(kinds)):
+        if depths[index] > depths[index + 1]:
+            message = f"the {below} tier comes before the {above} tier"
             return OrderFault(index, message, "swap the two tiers")
     return None
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def host_segment(capacity: int | Literal["auto"]) -> str:
@@ -132,6 +157,20 @@ def directory_segment(
                 hint="give the tiers as a list of mappings",
             )
     return f"{kind}:{','.join(spelled)}:{exact_bytes(capacity)}"
+
+
+def url_segment(url: str, settings: dict[str, object]) -> str:
+    """Return the spelling of a tier at an address: its other settings are the query."""
+    pairs = [f"{name}={quote(_spelled(value), safe='/:,')}" for name, value in settings.items()]
+    return f"{url}?{'&'.join(pairs)}" if pairs else url
+
+
+def url_scheme(url: str) -> str | None:
+    """Return what stands before ``://`` in *url*, if that is a word and something follows."""
+    match = _WORD.match(url)
+    rest = url[match.end() :] if match else ""
+    is_address = rest.startswith("://") and len(rest) > 3 and not re.search(r"[\s|?#]", rest)
+    return match[0] if match and is_address else None
 
 
 def redact(text: str) -> str:
@@ -159,7 +198,7 @@ def _segments(text: str) -> list[_Segment]:
 def _parse_segment(text: str, segment: _Segment) -> dict[str, object]:
     match = _WORD.match(segment.text)
     if match is None:
-        message = "a tier starts with 'host', 'disk' or 'shared'"
+        message = "a tier starts with 'host', 'disk', 'shared' or the scheme of an address"
         raise _error(text, segment.start, message, None)
     word = match[0]
     kind = _locate(text, segment.start, tier_kind, word)
@@ -171,7 +210,9 @@ def _parse_segment(text: str, segment: _Segment) -> dict[str, object]:
     start = segment.start + len(segment.text) - len(arguments)
     if kind == "host":
         return _parse_host(text, start, arguments)
-    return _parse_directories(text, start, kind, arguments)
+    if kind == "disk" or kind == "shared":  # noqa: PLR1714 - mypy narrows no set
+        return _parse_directories(text, start, kind, arguments)
+    return _parse_url(text, segment, kind)
 
 
 def _parse_host(text: str, start: int, arguments: str) -> dict[str, object]:
@@ -180,6 +221,27 @@ def _parse_host(text: str, start: int, arguments: str) -> dict[str, object]:
         return {"kind": "host", "capacity": "auto"}
     position = start + len(arguments) - len(arguments.lstrip())
     return {"kind": "host", "capacity": _locate(text, position, parse_bytes, spelled)}
+
+
+def _parse_url(text: str, segment: _Segment, kind: Kind) -> dict[str, object]:
+    url, _, query = segment.text.partition("?")
+    if url_scheme(url) is None:
+        message = f"{_a(kind)} tier needs an address"
+        raise _error(text, segment.start, message, "for example s3://bucket/prefix")
+    tier: dict[str, object] = {"kind": kind, "url": url}
+    position = segment.start + len(url) + 1
+    for pair in query.split("&") if query else []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or name in tier:
+            message = "expected NAME=VALUE, each name once, with '&' between"
+            raise _error(text, position, message, f"for example {url}?timeout_seconds=1")
+        tier[name] = unquote(value)
+        position += len(pair) + 1
+    return tier
+
+
+def _spelled(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parse_directories(

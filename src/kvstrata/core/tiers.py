@@ -8,33 +8,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import order_fault, parse_pipeline, tier_kind
+from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, ValkeyTier
+from kvstrata.core.tier_fields import Count, Evicting, Writing, absolute, refuse_bool
 from kvstrata.core.units import parse_bytes
-from kvstrata.core.write_rule import parse_write_rule
 
-__all__ = [
-    "Count",
-    "DiskTier",
-    "HostTier",
-    "SharedTier",
-    "Tier",
-    "Tiers",
-    "absolute",
-    "refuse_bool",
-]
-
-
-def refuse_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ConfigError("a number is expected, not true or false")
-    return value
-
-
-def absolute(path: Path) -> Path:
-    if not path.is_absolute():
-        raise ConfigError(f"the path {str(path)!r} is not absolute")
-    if "\0" in str(path):
-        raise ConfigError("the path holds a zero character")
-    return path
+__all__ = ["DiskTier", "HostTier", "LowestTier", "SharedTier", "Tier", "Tiers"]
 
 
 def _listed(value: object) -> object:
@@ -45,44 +23,6 @@ def _host_capacity(value: object) -> int | str:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     return parse_bytes(value)
-
-
-Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
-
-
-Eviction = Literal["lru", "s3fifo", "cost"]
-Evicting = Annotated[
-    Eviction,
-    Field(
-        description=(
-            "Which block leaves first when the tier is full. `lru`: the one that was used longest "
-            "ago. `s3fifo`: one that was asked for once before one that was asked for again, so "
-            "that a flood of new prompts drives out little. `cost`: the one that saves least, by "
-            "what computing it costs and how likely it is asked for again."
-        ),
-        examples=["s3fifo"],
-    ),
-]
-
-
-def _write_rule(text: str) -> str:
-    parse_write_rule(text)
-    return text
-
-
-Writing = Annotated[
-    str,
-    AfterValidator(_write_rule),
-    Field(
-        description=(
-            "When a block of host memory is written to this tier. `saved`: at once, so that most "
-            "survives a crash. `reused`: when it is found in host memory, so that what is asked "
-            "for once is never written; `reused:2` when it is found there twice. `evicted`: before "
-            "it leaves host memory."
-        ),
-        examples=["reused:2"],
-    ),
-]
 
 
 class HostTier(BaseModel):
@@ -201,7 +141,10 @@ class SharedTier(BaseModel):
     write: Writing = "saved"
 
 
-Tier = HostTier | DiskTier | SharedTier
+LowestTier = SharedTier | ObjectTier | ValkeyTier | MooncakeTier
+"""What several nodes write to; a cache has one at most."""
+
+Tier = HostTier | DiskTier | LowestTier
 
 
 def _known_kind(item: object) -> object:

@@ -19,7 +19,13 @@ from kvstrata.manager.residency import Residency
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 from kvstrata.storage.store import Store
-from kvstrata.storage.wrap import BreakerStore, LeadingStore, RetryStore, TimedStore
+from kvstrata.storage.wrap import (
+    BreakerStore,
+    CountedStore,
+    LeadingStore,
+    RetryStore,
+    TimedStore,
+)
 from kvstrata.transfer.engine import (
     WRITE_BATCH_BYTES,
     Begin,
@@ -28,6 +34,7 @@ from kvstrata.transfer.engine import (
     TransferLimits,
 )
 from kvstrata.transfer.finder import Finder
+from kvstrata.transfer.presence import Presence
 from kvstrata.transfer.read_meter import ReadMeter
 
 _log = logging.getLogger(__name__)
@@ -36,6 +43,21 @@ _DRAIN_POLL_SECONDS: Final = 0.005
 _HUNG_SECONDS: Final = 10.0  # a call that takes longer counts as a failure
 _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
+
+
+class SearchLimits(NamedTuple):
+    """Of searches for blocks that other nodes may have written."""
+
+    seconds: float = 0.05  # a search asks no further question after them
+    missing_seconds: float = 0.0  # a block that is not there is not asked for again so long
+
+
+class CascadeSettings(NamedTuple):
+    """How one tier is used. *upkeep* is called every few seconds, by one writer at a time."""
+
+    limits: TransferLimits = TransferLimits()
+    search: SearchLimits = SearchLimits()
+    upkeep: Callable[[], None] | None = None
 
 
 class _Batch(NamedTuple):
@@ -62,18 +84,15 @@ class Cascade:
         store: Store,
         cache: Residency,
         desk: Desk,
-        *,
-        limits: TransferLimits = TransferLimits(),  # noqa: B008 - immutable
-        upkeep: Callable[[], None] | None = None,
+        settings: CascadeSettings,
     ) -> None:
-        """*upkeep* is called every few seconds, by one writer at a time."""
         self._tier = tier
         self._inner = store
         self._cache = cache
         self._memory = desk.memory
         self._lock = desk.lock
         self._counters = cache.counters
-        self._upkeep = upkeep
+        self._upkeep = settings.upkeep
         self._next_upkeep = 0.0
         self._keeping_up = threading.Lock()  # held during upkeep
         size = store.statistics()
@@ -81,7 +100,7 @@ class Cascade:
         self._capacity_blocks = size.capacity_blocks
         self._batch_blocks = max(1, WRITE_BATCH_BYTES // size.block_bytes)
         timed = TimedStore(store, partial(cache.counters.operations.observe, tier))
-        asked = timed if tier == "disk" else RetryStore(timed)
+        asked = timed if tier == "disk" else RetryStore(CountedStore(timed, self._count_fault))
         self._store = BreakerStore(LeadingStore(asked), name=tier, slow_seconds=_HUNG_SECONDS)
         self._batches = Gate()  # a batch is inside while it is on its way to the store
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
@@ -89,9 +108,14 @@ class Cascade:
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: dict[NamespaceId, int] = {}  # with the resets since; guarded likewise
         self.meter = ReadMeter()
-        self._finder = Finder(self._store)
+        self._presence = Presence(
+            self._store.exists, missing_seconds=settings.search.missing_seconds
+        )
+        self._finder = Finder(
+            self._presence, width=size.search_width, search_seconds=settings.search.seconds
+        )
         self._transfer = TransferEngine(
-            self._store, self._write_some, block_bytes=self._block_bytes, limits=limits
+            self._store, self._write_some, block_bytes=self._block_bytes, limits=settings.limits
         )
 
     def wake(self) -> None:
@@ -134,7 +158,10 @@ class Cascade:
 
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
         """Ask how many leading *keys* the tier has; *done* as ``Finder.find`` calls it."""
-        self._finder.find(keys, done)
+        if self._store.refuses:
+            done(0)
+        else:
+            self._finder.find(keys, done)
 
     def owe_drop(self, namespace: NamespaceId) -> None:
         """What the tier holds of *namespace* counts no longer; ``pay_drops`` makes it forget.
@@ -278,6 +305,7 @@ class Cascade:
         finally:
             if not writes:
                 self._write_later(batch)
+        self._presence.written(batch.keys)
         with self._lock:
             self._forget_batch(batch)
             stored = np.array([write is not Write.FULL for write in writes], np.bool_)
@@ -291,6 +319,9 @@ class Cascade:
 
     def _forget_batch(self, batch: _Batch) -> None:
         self._under_way = [ids for ids in self._under_way if ids is not batch.ids]
+
+    def _count_fault(self, cause: str, count: int) -> None:
+        self._counters.add(metrics.REMOTE_FAULTS, count, cause)
 
     def _keep_up(self) -> None:
         """What the store needs done now and then, by the writer that finds it due."""

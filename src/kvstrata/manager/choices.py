@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kvstrata.core.tiers import Eviction
+from kvstrata.core.tier_fields import Eviction
 from kvstrata.index.policies import LRU, S3FIFO, CostAware, EvictionPolicy, PrefillCost
 from kvstrata.index.tree import PrefixIndex
 

@@ -41,6 +41,7 @@ _FINDABLE: Final = HOST | DISK | ARRIVING
 _PLACES: Final = np.arange(256)  # every value of ``PrefixIndex.where``
 # A block that is being saved again has a host slot, which nothing else may be read into.
 _IS_FINDABLE: Final = ((_PLACES & _FINDABLE) != 0) & ((_PLACES & WRITING) == 0)
+_ABSENT: Final = frozenset({Read.MISS, Read.CORRUPT, Read.FOREIGN})
 _EXPIRY_SECONDS: Final = 1.0  # between two looks for leases that nobody returned
 
 
@@ -353,7 +354,7 @@ class Gets:
         """Some blocks of *arrival* have been read, or could not be."""
         ids = arrival.ids[start : start + len(reads)]
         hit = np.array([read is Read.HIT for read in reads], np.bool_)
-        absent = np.array([read in {Read.MISS, Read.CORRUPT} for read in reads], np.bool_)
+        absent = np.array([read in _ABSENT for read in reads], np.bool_)
         with self.settling() as settling:
             settling.tasks.update(arrival.tasks)
             for block in ids.tolist():

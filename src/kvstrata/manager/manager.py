@@ -11,6 +11,7 @@ from typing import Literal
 from kvstrata.core.config import Config
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
+from kvstrata.core.remote_tiers import RemoteTier
 from kvstrata.core.tiers import DiskTier
 from kvstrata.core.types import (
     EXACT,
@@ -21,7 +22,7 @@ from kvstrata.core.types import (
 from kvstrata.core.write_rule import WriteRule, parse_write_rule
 from kvstrata.index.policies import EvictionPolicy
 from kvstrata.index.tree import PrefixIndex
-from kvstrata.manager.cascade import Cascade
+from kvstrata.manager.cascade import Cascade, CascadeSettings, SearchLimits
 from kvstrata.manager.choices import make_policy
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
@@ -126,11 +127,11 @@ class KVManager:
     def _written_tiers(self, config: Config) -> dict[LowerTier, WriteRule]:
         """The tiers below that there are, and when each gets a block."""
         found: dict[LowerTier, WriteRule] = {}
-        disk, shared = config.disk_tier, config.shared_tier
+        disk, lowest = config.disk_tier, config.lowest_tier
         if self._storage.disk is not None:
             found["disk"] = parse_write_rule(disk.write) if disk else WriteRule()
         if self._storage.remote is not None:
-            found["remote"] = parse_write_rule(shared.write) if shared else WriteRule()
+            found["remote"] = parse_write_rule(lowest.write) if lowest else WriteRule()
         return found
 
     def _open_lower(self, config: Config) -> dict[LowerTier, Cascade]:
@@ -139,12 +140,12 @@ class KVManager:
         if disk is not None:
             self._cache.restore(*disk.data.stored())
             store = self._storage.as_blocks(disk.data)
-            limits = _limits_of(config.disk_tier)
-            lower["disk"] = Cascade("disk", store, self._cache, self._desk, limits=limits)
+            settings = CascadeSettings(limits=_limits_of(config.disk_tier))
+            lower["disk"] = Cascade("disk", store, self._cache, self._desk, settings)
         if remote is not None:
             store = self._storage.as_blocks(remote.data)
-            upkeep = self._storage.upkeep
-            lower["remote"] = Cascade("remote", store, self._cache, self._desk, upkeep=upkeep)
+            settings = CascadeSettings(search=_search_of(config), upkeep=self._storage.upkeep)
+            lower["remote"] = Cascade("remote", store, self._cache, self._desk, settings)
         return lower
 
     # -- who is there ------------------------------------------------------------------------
@@ -500,3 +501,9 @@ def _limits_of(tier: DiskTier | None) -> TransferLimits:
         write_threads=2 * tier.write_depth,
         write_bytes_per_second=tier.write_bytes_per_second,
     )
+
+
+def _search_of(config: Config) -> SearchLimits:
+    lowest = config.lowest_tier
+    missing_seconds = lowest.missing_seconds if isinstance(lowest, RemoteTier) else 0.0
+    return SearchLimits(config.remote_lookup_seconds, missing_seconds)

@@ -63,6 +63,26 @@ LOST_BLOCKS: Final = Metric(
 CORRUPT_BLOCKS: Final = Metric(
     "kvstrata_corrupt_blocks_total", "Stored blocks that failed a check; dropped, never served."
 )
+REMOTE_FAULTS: Final = Metric(
+    "kvstrata_remote_faults_total",
+    "Calls to the tier shared with other nodes that failed, by cause: nobody answered (unreachable), "
+    "or not in time (timeout), its name is not known (name), it did not let us in (credentials), it "
+    "answered with an error (refused), a mount failed (io); and blocks that found no room (full), "
+    "failed a check (corrupt), or had their name taken by something else (foreign).",
+    (
+        "unreachable",
+        "timeout",
+        "name",
+        "credentials",
+        "refused",
+        "io",
+        "full",
+        "closed",
+        "corrupt",
+        "foreign",
+    ),
+    "cause",
+)
 UNLOGGED_EVENTS: Final = Metric(
     "kvstrata_unlogged_events_total",
     "Lookups and saves that are missing in the event log: it could not be written, or not fast "
@@ -83,6 +103,7 @@ CATALOGUE: Final = (
     CORRUPT_BLOCKS,
     DECLINED_BLOCKS,
     UNLOGGED_EVENTS,
+    REMOTE_FAULTS,
 )
 
 

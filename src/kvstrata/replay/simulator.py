@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.keys import KeyArray
-from kvstrata.core.tiers import Eviction
+from kvstrata.core.tier_fields import Eviction
 from kvstrata.core.types import NAMESPACE_ID_BYTES, BlockKey, NamespaceId, Read, StoreKey
 from kvstrata.core.write_rule import WriteRule
 from kvstrata.index.policies import EvictionPolicy

@@ -16,7 +16,7 @@ from kvstrata.core.layout import (
     group_offsets_bytes,
 )
 from kvstrata.core.limits import resolve_host_capacity
-from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
+from kvstrata.core.tiers import DiskTier, HostTier, LowestTier, SharedTier, Tier
 from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.device import Tensor, device_handle
@@ -28,6 +28,7 @@ from kvstrata.storage.handles import DeviceType, StorageHandle
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.journal import JOURNAL_NAME
 from kvstrata.storage.quantize import QuantizedStore, element_type_of, quantized_bytes
+from kvstrata.storage.remote.open import open_remote
 from kvstrata.storage.shared_fs import SharedFsStore
 from kvstrata.storage.shared_fs_directory import check_directory
 from kvstrata.storage.store import Store
@@ -69,7 +70,7 @@ class StorageEngine:
         Disk and remote keep blocks in *block_format*: the stores of their handles hold frames of
         another length then, and ``as_blocks`` makes blocks of them.
 
-        *remote* is a store to use as remote tier in place of a shared one of *tiers*; once it is
+        *remote* is a store to use as remote tier in place of that of *tiers*; once it is
         made the engine owns it, and closes it. Raises ``ConfigError`` where that cannot be, and
         then leaves nothing allocated.
         """
@@ -84,7 +85,7 @@ class StorageEngine:
         _check_groups(self.groups)
         host = next((tier for tier in tiers if isinstance(tier, HostTier)), None)
         disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
-        shared = next((tier for tier in tiers if isinstance(tier, SharedTier)), None)
+        lowest = next((tier for tier in tiers if isinstance(tier, LowestTier)), None)
         if host is None:
             raise ConfigError(
                 "there is no host tier: disk and remote blocks pass through host memory",
@@ -106,8 +107,8 @@ class StorageEngine:
             if disk is not None:
                 store = open_disk(disk, self._kept_bytes)
                 self._add(DeviceType.DISK, store, store.statistics().capacity_blocks)
-            if shared is not None and remote is None:
-                remote = self._open_shared(shared)
+            if lowest is not None and remote is None:
+                remote = self._open_lowest(lowest, memory)
             undo.pop_all()
         if remote is not None:
             self._add(DeviceType.REMOTE, remote, remote.statistics().capacity_blocks)
@@ -193,17 +194,21 @@ class StorageEngine:
         if self._shared is not None:
             self._shared.sweep()
 
-    def _open_shared(self, tier: SharedTier) -> Store:
+    def _open_lowest(self, tier: LowestTier, memory: HostMemory) -> Store:
         kept_bytes = self._kept_bytes + (FRAME_OVERHEAD_BYTES if tier.compress else 0)
-        self._shared = SharedFsStore(
-            tier.path, block_bytes=kept_bytes, capacity_bytes=tier.capacity
-        )
+        store: Store
+        if isinstance(tier, SharedTier):
+            store = self._shared = SharedFsStore(
+                tier.path, block_bytes=kept_bytes, capacity_bytes=tier.capacity
+            )
+        else:
+            store = open_remote(tier, block_bytes=kept_bytes, memory=memory.all)
         if not tier.compress:
-            return self._shared
+            return store
         try:
-            return CompressedStore(self._shared, _KV_ELEMENT_BYTES)
+            return CompressedStore(store, _KV_ELEMENT_BYTES)
         except ConfigError:
-            self._shared.close()
+            store.close()
             raise
 
     def _add(self, device_type: DeviceType, data: object, capacity_blocks: int) -> None:

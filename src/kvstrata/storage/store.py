@@ -14,6 +14,7 @@ class StoreStatistics(NamedTuple):
     block_bytes: int
     corrupt_blocks: int  # found damaged and dropped since the store was opened
     variable: bool = False  # holds values of 1 to block_bytes bytes; else of block_bytes only
+    search_width: int = 64  # keys of one ``exists`` that take hardly longer than one key
 
 
 class Store(Protocol):

@@ -2,13 +2,14 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.types import StoreKey
-from kvstrata.storage.store import Store
+from kvstrata.transfer.presence import Presence
 
 __all__ = ["Finder"]
 
@@ -19,10 +20,29 @@ _MOST_WAITING: Final = 64  # searches; what comes on top finds nothing
 
 
 class Finder:
-    """Searches for prefixes in one store."""
+    """Searches for prefixes in one store, with few questions.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    A store drops the end of a prompt before its beginning, mostly. So of many keys some are asked
+    for that lie evenly apart, then some of those between the last one that is there and the first
+    one that is not. Where a block in the middle is gone all the same the prefix is found too long:
+    the read tells.
+    """
+
+    def __init__(
+        self,
+        presence: Presence,
+        *,
+        width: int,
+        search_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*width* is how many keys are asked for at once. After *search_seconds* a search asks no
+        more, and answers with what it knows.
+        """
+        self._presence = presence
+        self._width = max(2, width)
+        self._search_seconds = search_seconds
+        self._clock = clock
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstrata-find")
         self._room = threading.Semaphore(_MOST_WAITING)
 
@@ -35,7 +55,7 @@ class Finder:
             done(0)
             return
         try:
-            self._threads.submit(self._find, keys, done)
+            self._threads.submit(self._find, keys, done, self._clock() + self._search_seconds)
         except RuntimeError:  # closed meanwhile
             done(0)
 
@@ -43,14 +63,38 @@ class Finder:
         """Take no more searches; those that wait are not begun and not answered."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
+    def _find(self, keys: Sequence[StoreKey], done: Callable[[int], None], deadline: float) -> None:
         self._room.release()
         found = 0
         try:
-            there = self._store.exists(keys)
-            found = there.index(False) if False in there else len(there)
+            found = self._search(keys, deadline)
         except KVStrataError as e:
             _log.warning("a search for %d blocks failed: %s", len(keys), e)
         except Exception:  # noqa: BLE001 - thread top: whoever waits must hear of the failure
             _log.exception("a search for %d blocks failed", len(keys))
         done(found)
+
+    def _search(self, keys: Sequence[StoreKey], deadline: float) -> int:
+        """How many leading *keys* are there, or are known to be when *deadline* comes.
+
+        Asks once at least.
+        """
+        there, end = 0, len(keys)  # so many are there, and no more than so many
+        while there < end and (end == len(keys) or self._clock() < deadline):
+            asked = _spread(there, end, self._width)
+            for position, is_there in zip(
+                asked, self._presence.ask([keys[position] for position in asked]), strict=True
+            ):
+                if not is_there:
+                    end = position
+                    break
+                there = position + 1
+        return there
+
+
+def _spread(first: int, end: int, count: int) -> list[int]:
+    """At most *count* of the positions from *first* on, the first and the last among them."""
+    length = end - first
+    if length <= count:
+        return list(range(first, end))
+    return [first + number * (length - 1) // (count - 1) for number in range(count)]

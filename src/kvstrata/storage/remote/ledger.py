@@ -13,10 +13,11 @@ class Ledger:
     what this store has written less what it has removed.
     """
 
-    def __init__(self, name: str, *, block_bytes: int) -> None:
+    def __init__(self, name: str, *, block_bytes: int, search_width: int = 1024) -> None:
         """*name*, of the store, must hold no secret: errors show it."""
         self.name = name
         self.block_bytes = block_bytes
+        self._search_width = search_width
         self._lock = threading.Lock()  # guards everything below
         self._blocks = 0
         self._corrupt_blocks = 0
@@ -52,5 +53,10 @@ class Ledger:
         self.check_open()
         with self._lock:
             return StoreStatistics(
-                self._blocks, 0, self.block_bytes, self._corrupt_blocks, variable=True
+                self._blocks,
+                0,
+                self.block_bytes,
+                self._corrupt_blocks,
+                variable=True,
+                search_width=self._search_width,
             )

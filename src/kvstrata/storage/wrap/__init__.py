@@ -1,9 +1,18 @@
 """Stores around stores, one concern each."""
 
 from kvstrata.storage.wrap.breaker import BreakerStore
+from kvstrata.storage.wrap.counted import CountedStore
 from kvstrata.storage.wrap.forward import WrappedStore
 from kvstrata.storage.wrap.leading import LeadingStore
 from kvstrata.storage.wrap.retry import RetryStore
 from kvstrata.storage.wrap.timed import Operation, TimedStore
 
-__all__ = ["BreakerStore", "LeadingStore", "Operation", "RetryStore", "TimedStore", "WrappedStore"]
+__all__ = [
+    "BreakerStore",
+    "CountedStore",
+    "LeadingStore",
+    "Operation",
+    "RetryStore",
+    "TimedStore",
+    "WrappedStore",
+]

@@ -3,10 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.types import StoreKey
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap.forward import T, WrappedStore
 
@@ -19,6 +20,7 @@ class _Call:
 
     started: float
     is_probe: bool
+    is_question: bool  # of what is there; else it moves blocks
     counted: bool = False  # as a failure already, since it takes too long
 
 
@@ -28,9 +30,11 @@ class BreakerStore(WrappedStore):
     A call fails if it raises ``TierUnavailable`` or takes longer than *slow_seconds*, which is
     noticed while it still runs: a disk that hangs and reports nothing is switched off too.
 
-    Open after *failures* failures in a row. While open every call raises ``TierUnavailable`` at
+    Open after *failures* failures in a row. Questions of what is there are counted apart: over a
+    link that is nearly dead they still succeed, and no block ever comes. While open every call raises ``TierUnavailable`` at
     once, except one probe: never before *retry_seconds* have passed since the last failure, and
-    never two at a time. Only a probe that succeeds closes it; how calls end that began before it
+    never two at a time. Only a probe that succeeds closes it, and where blocks did not move, one
+    that moves blocks; how calls end that began before it
     opened does not matter any more. That it opens, and that it closes, is logged, once each.
     """
 
@@ -53,7 +57,8 @@ class BreakerStore(WrappedStore):
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
         self._running: set[_Call] = set()
-        self._failed_in_a_row = 0
+        self._failed_questions = 0  # in a row
+        self._failed_moves = 0  # likewise
         self._is_open = False
         self._next_probe = 0.0
 
@@ -71,8 +76,14 @@ class BreakerStore(WrappedStore):
             self._count_overdue(now)
             return self._is_open and (self._is_probed() or now < self._next_probe)
 
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+        return self._guard(lambda: self._inner.exists(keys), is_question=True)
+
     def _call(self, call: Callable[[], T]) -> T:
-        running = self._admit()
+        return self._guard(call, is_question=False)
+
+    def _guard(self, call: Callable[[], T], *, is_question: bool) -> T:
+        running = self._admit(is_question=is_question)
         try:
             result = call()
         except TierUnavailable:
@@ -84,13 +95,13 @@ class BreakerStore(WrappedStore):
         self._end(running, failed=False)
         return result
 
-    def _admit(self) -> _Call:
+    def _admit(self, *, is_question: bool) -> _Call:
         with self._lock:
             now = self._clock()
             self._count_overdue(now)
             if self._is_open:
                 self._refuse_unless_probe(now)
-            running = _Call(now, is_probe=self._is_open)
+            running = _Call(now, self._is_open, is_question)
             self._running.add(running)
             return running
 
@@ -102,7 +113,7 @@ class BreakerStore(WrappedStore):
         else:
             return
         raise TierUnavailable(
-            f"switched off after {self._failed_in_a_row} failures in a row", hint=hint
+            f"switched off after {self._most_failed} failures in a row", hint=hint
         )
 
     def _is_probed(self) -> bool:
@@ -116,12 +127,9 @@ class BreakerStore(WrappedStore):
             if running.counted or running.is_probe is not self._is_open:
                 return
             if failed:
-                self._count_failure(now)
+                self._count_failure(running, now)
             else:
-                if self._is_open:
-                    _log.info("the %s tier answers again: switched on", self._name)
-                self._failed_in_a_row = 0
-                self._is_open = False
+                self._count_success(running)
 
     def _forget(self, running: _Call) -> None:
         """A bug raised: it says nothing about the store."""
@@ -132,16 +140,31 @@ class BreakerStore(WrappedStore):
         for call in self._running:
             if not call.counted and now - call.started > self._slow_seconds:
                 call.counted = True
-                self._count_failure(now)
+                self._count_failure(call, now)
 
-    def _count_failure(self, now: float) -> None:
-        self._failed_in_a_row += 1
-        was_open, self._is_open = self._is_open, self._failed_in_a_row >= self._failures
+    @property
+    def _most_failed(self) -> int:
+        return max(self._failed_questions, self._failed_moves)
+
+    def _count_success(self, call: _Call) -> None:
+        self._failed_questions = 0
+        if not call.is_question:
+            self._failed_moves = 0
+        was_open, self._is_open = self._is_open, self._most_failed >= self._failures
+        if was_open and not self._is_open:
+            _log.info("the %s tier answers again: switched on", self._name)
+
+    def _count_failure(self, call: _Call, now: float) -> None:
+        if call.is_question:
+            self._failed_questions += 1
+        else:
+            self._failed_moves += 1
+        was_open, self._is_open = self._is_open, self._most_failed >= self._failures
         if self._is_open and not was_open:
             _log.warning(
                 "the %s tier is switched off after %d failures in a row: tried again every %g s",
                 self._name,
-                self._failed_in_a_row,
+                self._most_failed,
                 self._retry_seconds,
             )
         self._next_probe = now + self._retry_seconds
