@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.key_rows import distinct
 from kvstrata.core.key_table import KeyTable
 from kvstrata.core.keys import ABSENT, BlockIds, Index, KeyArray, as_index
 from kvstrata.core.types import NamespaceId, StoreKey
@@ -19,6 +20,16 @@ _REAP_PIECE: Final = 1 << 16  # ids looked at in one step of a search for retire
 _REAP_PIECES: Final = 8  # such steps in one call
 
 Flags = NDArray[np.bool_]
+
+
+class Watcher(Protocol):
+    """Hears what changes, while it changes."""
+
+    def moved(self, ids: BlockIds, before: NDArray[np.uint8], after: NDArray[np.uint8]) -> None:
+        """``where`` of *ids* was *before* and is *after*."""
+        ...
+
+    def retired(self, namespace: NamespaceId) -> None: ...
 
 
 class PrefixIndex:
@@ -49,6 +60,7 @@ class PrefixIndex:
         self._retired: set[int] = set()  # numbers of namespaces
         self._retired_flags = np.zeros(0, np.bool_)  # the same by number, and one for ABSENT
         self._cursor = 0  # of ``reap``
+        self.watcher: Watcher | None = None
 
     def __len__(self) -> int:
         return len(self._table)
@@ -149,6 +161,8 @@ class PrefixIndex:
         after = before | np.uint8(places)
         self.where[as_index(ids)] = after
         self._census.count(self._table.numbers(ids), before, after, places)
+        if self.watcher is not None:
+            self.watcher.moved(ids, before, after)
 
     def clear_where(self, ids: BlockIds, places: int) -> None:
         """*ids*, all different, are not in these places; ``settle`` those that may be nowhere."""
@@ -156,6 +170,8 @@ class PrefixIndex:
         after = before & np.uint8(~places & 0xFF)
         self.where[as_index(ids)] = after
         self._census.count(self._table.numbers(ids), before, after, places)
+        if self.watcher is not None:
+            self.watcher.moved(ids, before, after)
 
     def settle(self, ids: BlockIds) -> None:
         """Remove those of *ids* that are nowhere, unleased and childless, and parents that become so.
@@ -204,6 +220,8 @@ class PrefixIndex:
             self._retired.add(number)
             self._flag_retired()
             self._cursor = 0
+        if self.watcher is not None:
+            self.watcher.retired(namespace)
 
     @property
     def reap_calls(self) -> int:
@@ -242,6 +260,20 @@ class PrefixIndex:
         known = above != ABSENT
         keys = iter(self._table.store_keys(above[known]))
         return [next(keys) if has_parent else None for has_parent in known.tolist()]
+
+    def keys(self, ids: BlockIds) -> KeyArray:
+        """The keys of *ids*."""
+        return self._table.keys(ids)
+
+    def by_namespace(self, ids: BlockIds) -> list[tuple[NamespaceId, BlockIds]]:
+        """Those of *ids* that can be found, by namespace, each in the order given."""
+        numbers, names = self._table.numbers(ids), self._table.namespaces
+        found = []
+        for number in distinct(numbers)[0]:
+            name = None if number == ABSENT or number in self._retired else names[number]
+            if name is not None:
+                found.append((name, ids[numbers == number]))
+        return found
 
     def fingerprints(self, ids: BlockIds) -> NDArray[np.uint64]:
         """64 bits of each key, for those who know blocks after their ids have been given away."""

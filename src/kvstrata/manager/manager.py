@@ -26,6 +26,7 @@ from kvstrata.manager.cascade import Cascade, CascadeSettings, SearchLimits
 from kvstrata.manager.choices import make_policy
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
+from kvstrata.manager.feed import Feed
 from kvstrata.manager.gets import Gets, Settled
 from kvstrata.manager.moves import Moves
 from kvstrata.manager.pins import Pins
@@ -99,6 +100,7 @@ class KVManager:
             wake=lambda tier: self._lower[tier].wake(),
         )
         self._namespaces: dict[NamespaceId, Mapping[str, str]] = {}
+        self.feed = Feed(self._lock, self._cache.index)
         self._recorder = Recorder(
             config, self._cache.index, self._namespaces, self.counters, block_bytes=self.block_bytes
         )
@@ -166,6 +168,7 @@ class KVManager:
         with self._lock:
             self._namespaces.pop(namespace, None)
             self._namespaces[namespace] = dict(parts)
+            self.feed.named(namespace, parts.get("model", ""))
             share = self._quotas.get(parts.get("model", ""))
             if share is not None:
                 self._cache.limit(namespace, share)
