@@ -1,0 +1,150 @@
+"""What goes wrong with an object store, in words that hold no key, signature or token.
+
+The texts of obstore's exceptions quote requests and answers: a 403 can show the key id, the string
+that was signed and the signature. Nothing of them is passed on but what is recognised here.
+"""
+
+import re
+import socket
+import ssl
+from concurrent.futures import CancelledError
+from typing import Final, NamedTuple
+
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+
+from kvstrata.core.errors import FaultCause, TierUnavailable
+from kvstrata.storage.remote.object_connection import Answer, Nonsense
+
+__all__ = ["FAULTS", "Refused", "as_unavailable", "is_full", "names_no_object", "refused"]
+
+
+class Refused(Exception):
+    """The engine answers with an error: its status, and its own word for it if it has one."""
+
+    def __init__(self, status: int, code: str) -> None:
+        super().__init__(status, code)
+        self.status = status
+        self.code = code
+
+
+FAULTS: Final = (OSError, BaseError, Nonsense, Refused, CancelledError)
+"""What a call to an object store may raise besides bugs."""
+
+_STATUS: Final = re.compile(r"status code: ([1-5][0-9][0-9])\b")
+_CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
+_FULL_CODES: Final = frozenset(
+    {
+        "InsufficientStorage",
+        "QuotaExceeded",
+        "XMinioAdminBucketQuotaExceeded",
+        "XMinioStorageFull",
+        "XMinioStorageQuotaExceeded",
+    }
+)
+_NO_BUCKET_CODES: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
+_SIGN_OF_CREDENTIALS: Final = re.compile(
+    r"169\.254\.|latest/api/token|metadata\.google|metadata\.internal|/oauth2/|AssumeRole"
+    r"|//sts\.|credential",
+    re.IGNORECASE,
+)
+_SIGNS: Final[tuple[tuple[str, FaultCause, str], ...]] = (
+    ("dns error", "name", "its host name is not known"),
+    ("TimedOut", "timeout", "no answer in time"),
+    ("operation timed out", "timeout", "no answer in time"),
+    ("BadScheme", "refused", "its endpoint is http and http is not allowed"),
+    ("invalid peer certificate", "refused", "its certificate is not trusted"),
+    ("CertificateUnknown", "refused", "its certificate is not trusted"),
+    ("Connect", "unreachable", "no connection"),
+    ("ConnectionReset", "unreachable", "the connection was reset"),
+    ("IncompleteMessage", "unreachable", "closed in the middle of an answer"),
+    ("IncompleteBody", "unreachable", "closed in the middle of an answer"),
+    ("error reading a body", "unreachable", "closed in the middle of an answer"),
+    ("error decoding response body", "unreachable", "closed in the middle of an answer"),
+    ("error sending request", "unreachable", "no answer"),
+)
+_CREDENTIALS_HINT: Final = (
+    "check the credentials, and that they allow reading, writing, deleting and listing: without "
+    "the right to list, S3 answers for a missing object as for a forbidden one"
+)
+_BUCKET_HINT: Final = "make the bucket, or correct its name and region"
+
+
+class _Reason(NamedTuple):
+    cause: FaultCause
+    words: str
+    hint: str | None = None
+
+
+def as_unavailable(name: str, done: str, fault: BaseException) -> TierUnavailable:
+    """The error to raise ``from None`` for *fault*, one of ``FAULTS``, of the store *name*."""
+    reason = _reason(fault)
+    return TierUnavailable(
+        f"{name} cannot be {done}: {reason.words}", hint=reason.hint, cause=reason.cause
+    )
+
+
+def refused(fault: Exception) -> Refused | None:
+    """The status and code that *fault* tells of; ``None`` if it does not."""
+    if isinstance(fault, Refused):
+        return fault
+    text = str(fault)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is None:
+        return None
+    return Refused(int(status[1]), code[1] if code else "")
+
+
+def is_full(answer: Refused | Answer) -> bool:
+    """Whether the engine has no room, as against any other refusal."""
+    return answer.status == 507 or answer.code in _FULL_CODES
+
+
+def names_no_object(answer: Refused | Answer | None) -> bool:
+    """Whether what is missing is an object, as against the bucket."""
+    return answer is None or (answer.status == 404 and answer.code not in _NO_BUCKET_CODES)
+
+
+def _reason(fault: BaseException) -> _Reason:
+    if isinstance(fault, CancelledError):
+        return _Reason("closed", "it is closed")
+    if isinstance(fault, PermissionDeniedError | UnauthenticatedError):
+        return _refusal(refused(fault) or Refused(403, ""))
+    if isinstance(fault, BaseError | FileNotFoundError | Refused):
+        answer = refused(fault)
+        text = str(fault)
+        if not isinstance(fault, Refused) and _SIGN_OF_CREDENTIALS.search(text):
+            return _Reason("credentials", "no credentials were found", _CREDENTIALS_HINT)
+        return _refusal(answer) if answer is not None else _by_text(text)
+    if isinstance(fault, OSError):
+        return _of_socket(fault)
+    return _Reason("refused", str(fault))  # Nonsense, in our words
+
+
+def _refusal(answer: Refused) -> _Reason:
+    words = f"refused with {answer.status} {answer.code}".rstrip()
+    if answer.status in {401, 403}:
+        return _Reason("credentials", words, _CREDENTIALS_HINT)
+    if answer.status == 404:
+        return _Reason("refused", words, _BUCKET_HINT)
+    if answer.status in {301, 302, 307, 308}:
+        return _Reason("refused", words, "set the region of the bucket")
+    return _Reason("full" if is_full(answer) else "refused", words)
+
+
+def _by_text(text: str) -> _Reason:
+    for sign, cause, words in _SIGNS:
+        if sign in text:
+            return _Reason(cause, words)
+    return _Reason("refused", "an error that is not known")
+
+
+def _of_socket(fault: OSError) -> _Reason:
+    if isinstance(fault, TimeoutError):
+        return _Reason("timeout", "no answer in time")
+    if isinstance(fault, socket.gaierror):
+        return _Reason("name", "its host name is not known")
+    if isinstance(fault, ssl.SSLCertVerificationError):
+        return _Reason("refused", "its certificate is not trusted")
+    if isinstance(fault, ssl.SSLError):
+        return _Reason("unreachable", "TLS failed")
+    return _Reason("unreachable", fault.strerror or str(fault) or type(fault).__name__)

@@ -1,0 +1,175 @@
+"""An HTTP/1.1 client for many requests at a time from one thread, all under one deadline."""
+
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvstrata.storage.remote.object_connection import (
+    Address,
+    Connection,
+    Exchange,
+    Steps,
+    Wait,
+)
+from kvstrata.storage.remote.object_values import Deadline
+
+__all__ = ["HttpClient", "Resolve", "resolve"]
+
+_IDLE_SECONDS: Final = 30.0  # others on the way forget a connection after some minutes
+
+Resolve = Callable[[str, int, Deadline], list[tuple[socket.AddressFamily, Address]]]
+"""The addresses of a host and port; raises ``socket.gaierror`` or ``TimeoutError``."""
+
+
+def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, Address]]:
+    """What the resolver of the system says, however long it takes."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found if len(address) in {2, 4}]  # type: ignore[misc] # the two families of TCP
+
+
+class HttpClient:
+    """Talks to one *origin*, as ``https://host:port``. Thread-safe; each thread has its own call.
+
+    A call opens at most *parallel* connections, and *parallel* are kept open between calls. It
+    follows no redirects, uses no proxy and tries nothing twice.
+    """
+
+    def __init__(
+        self, origin: str, *, parallel: int, tls: ssl.SSLContext | None, resolve: Resolve
+    ) -> None:
+        self.origin = origin
+        split = urlsplit(origin)
+        self._host = split.netloc
+        self._name = split.hostname or ""
+        self._port = split.port or (80 if tls is None else 443)
+        self._parallel = parallel
+        self._tls = tls
+        self._resolve = resolve
+        self._lock = threading.Lock()  # guards everything below
+        self._idle: list[Connection] = []
+        self._failed_connects = 0
+        self._is_closed = False
+
+    def run(self, exchanges: Sequence[Exchange], deadline: Deadline) -> None:
+        """Give each of *exchanges* its ``answer``.
+
+        Raises ``TimeoutError`` at the *deadline*, however slowly bytes trickle in, ``OSError`` if
+        the server cannot be reached or hangs up, ``Nonsense`` if it does not speak HTTP. Then no
+        connection of this call is used again, and some exchanges may have no answer.
+        """
+        pending = deque(exchanges)
+        count = min(self._parallel, len(pending))
+        idle = self._take_idle(count)
+        addresses = _Addresses(lambda: self._resolve(self._name, self._port, deadline))
+        try:
+            _drive([self._work(pending, idle, addresses) for _ in range(count)], deadline)
+        finally:
+            for connection in idle:  # of workers that have not begun
+                connection.close()
+
+    def close(self) -> None:
+        """Close what is idle; connections in use are closed when their calls end."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _work(
+        self, pending: deque[Exchange], idle: list[Connection], addresses: "_Addresses"
+    ) -> Steps:
+        """Do what is pending, one after the other, on one connection or on one after the other."""
+        connection = idle.pop() if idle else None
+        try:
+            while pending:
+                exchange = pending.popleft()
+                if connection is None:
+                    family, address = addresses.choose(self._failed_connects)
+                    connection = Connection(family, self._host, self._tls)
+                    yield from self._connect(connection, address)
+                if not (yield from connection.exchange(exchange)):
+                    connection.close()
+                    connection = None
+            if connection is not None:
+                self._put_back(connection)
+                connection = None
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _connect(self, connection: Connection, address: Address) -> Steps:
+        """Connect; the next connection tries another address if this one fails or is too slow."""
+        has_failed = True
+        try:
+            yield from connection.connect(address)
+            has_failed = False
+        finally:
+            self._failed_connects += has_failed
+
+    def _take_idle(self, count: int) -> list[Connection]:
+        oldest = time.monotonic() - _IDLE_SECONDS
+        taken: list[Connection] = []
+        while len(taken) < count:
+            with self._lock:
+                if not self._idle:
+                    break
+                connection = self._idle.pop()
+            if connection.idle_since_seconds >= oldest and connection.is_quiet():
+                taken.append(connection)
+            else:
+                connection.close()
+        return taken
+
+    def _put_back(self, connection: Connection) -> None:
+        connection.idle_since_seconds = time.monotonic()
+        with self._lock:
+            if not self._is_closed and len(self._idle) < self._parallel:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class _Addresses:
+    """Where the server of one call is, asked for when the first connection is made."""
+
+    def __init__(self, ask: Callable[[], list[tuple[socket.AddressFamily, Address]]]) -> None:
+        self._ask = ask
+        self._known: list[tuple[socket.AddressFamily, Address]] = []
+
+    def choose(self, number: int) -> tuple[socket.AddressFamily, Address]:
+        self._known = self._known or self._ask()
+        return self._known[number % len(self._known)]
+
+
+def _drive(workers: Sequence[Steps], deadline: Deadline) -> None:
+    """Run *workers* to their ends, each when what it waits for has come; closes them in any case."""
+    with selectors.DefaultSelector() as selector:
+        try:
+            for worker in workers:
+                _advance(selector, worker, None)
+            while selector.get_map():
+                for key, _ in selector.select(deadline.left_seconds()):
+                    _advance(selector, key.data, key)
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def _advance(
+    selector: selectors.BaseSelector, worker: Steps, key: selectors.SelectorKey | None
+) -> None:
+    wait: Wait | None = next(worker, None)
+    if key is not None and wait is not None and wait.connection is key.fileobj:
+        if wait.events != key.events:
+            selector.modify(wait.connection, wait.events, worker)
+        return
+    if key is not None:
+        selector.unregister(key.fileobj)
+    if wait is not None:
+        selector.register(wait.connection, wait.events, worker)
