@@ -88,20 +88,20 @@ class Node:
         self.manager.close()
 
 
-@pytest.fixture(autouse=True)
-def _breakers_that_heal_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = partial(BreakerStore, retry_seconds=0.3)
-    monkeypatch.setattr("kvstrata.manager.cascade.BreakerStore", quick)
-
-
 class RemoteFaults:
     """Inherit it in a class whose name begins with ``Test`` and say which ``engine``."""
 
     engine: ClassVar[type[RemoteEngine]]
 
+    @pytest.fixture(autouse=True)
+    def _breakers_that_heal_soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        quick = partial(BreakerStore, retry_seconds=0.3)
+        monkeypatch.setattr("kvstrata.manager.cascade.BreakerStore", quick)
+
     @pytest.fixture(scope="class")
-    def running(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-        running = type(self).engine()
+    @classmethod
+    def running(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
+        running = cls.engine()
         running.start(tmp_path_factory.mktemp("engine"))
         yield running
         running.stop()
@@ -131,8 +131,7 @@ class RemoteFaults:
 
     def heals(self, node: Node, found: int = len(PROMPT)) -> None:
         """Once the fault is over the tier is switched on, and has what it had."""
-        eventually(lambda: node.load() == found, "the tier does not heal")
-        assert not node.is_off()
+        eventually(lambda: node.load() == found and not node.is_off(), "the tier does not heal")
 
     def opens(self, node: Node) -> None:
         """While it lasts the breaker opens: the engine is asked no more."""
