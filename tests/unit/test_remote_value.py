@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import Read
-from kvstrata.storage.remote.value import HEADER_BYTES, header_of, judge_header, judge_value
+from kvstrata.storage.remote.value import HEADER_BYTES, Proof, header_of, judge_header, judge_value
 from kvstrata.testing.samples import key
 
 VALUE = bytes(range(256)) * 4
@@ -57,3 +57,14 @@ def test_no_value_at_all_is_damage() -> None:
 def test_a_buffer_too_short_for_a_whole_value_is_a_bug() -> None:
     with pytest.raises(InvariantViolated, match="a buffer of 1023 bytes for a value of 1024"):
         judge_header(STORED[:HEADER_BYTES], key(1), len(STORED), 1023)
+
+
+@given(st.integers(0, len(STORED) - 1), st.integers(0, 255), st.integers(1, 300))
+def test_a_value_in_pieces_is_judged_as_the_whole(position: int, change: int, step: int) -> None:
+    changed = bytearray(STORED)
+    changed[position] ^= change
+    header, value = changed[:HEADER_BYTES], memoryview(changed)[HEADER_BYTES:]
+    proof = Proof(header)
+    for start in range(0, len(value), step):
+        proof.add(value[start : start + step])
+    assert proof.verdict() is judge_value(header, value)

@@ -7,6 +7,10 @@ import xxhash
 DIGEST_BYTES: Final = 16
 
 
+StreamingDigest = xxhash.xxh3_128
+"""``digest`` of data that comes in pieces: ``update(piece)``, then ``digest()``."""
+
+
 def digest(data: bytes | memoryview) -> bytes:
     """XXH3-128 of *data*, 16 bytes, big-endian; releases the GIL while it runs."""
     return xxhash.xxh3_128_digest(data)

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import Read, StoreKey
-from kvstrata.storage.checksum import DIGEST_BYTES, digest, is_sealed, seal
+from kvstrata.storage.checksum import DIGEST_BYTES, StreamingDigest, digest, is_sealed, seal
 
 MAGIC: Final = b"KVSREMO1"
 _BODY: Final = struct.Struct("<8sQ48s48s16s")
@@ -52,3 +52,18 @@ def judge_header(
 def judge_value(header: bytes | bytearray | memoryview, value: memoryview) -> Read:
     """``HIT`` if *value* is the one that *header*, which was judged a ``HIT``, belongs to."""
     return Read.HIT if digest(value) == _BODY.unpack_from(header)[-1] else Read.CORRUPT
+
+
+class Proof:
+    """``judge_value`` of a value that comes in pieces: each is read while it is in the cache."""
+
+    def __init__(self, header: bytes | bytearray | memoryview) -> None:
+        self._header = header
+        self._digest = StreamingDigest()
+
+    def add(self, piece: memoryview) -> None:
+        self._digest.update(piece)
+
+    def verdict(self) -> Read:
+        expected = _BODY.unpack_from(self._header)[-1]
+        return Read.HIT if self._digest.digest() == expected else Read.CORRUPT

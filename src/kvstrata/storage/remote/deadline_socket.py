@@ -1,0 +1,146 @@
+"""A connected stream socket whose calls all end by one deadline."""
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+__all__ = ["DeadlineSocket", "remaining_seconds"]
+
+_TIMEVAL: Final = struct.Struct("@ll")
+_SHORTEST_SECONDS: Final = 1e-3  # a timeout of zero would mean none
+_IOVECS: Final = 900  # of one sendmsg; Linux takes 1024
+_SLACK_SECONDS: Final = 0.05  # by how much a call may outlast the deadline
+
+
+def remaining_seconds(deadline: float) -> float:
+    """Until *deadline* (of ``time.monotonic``); ``TimeoutError`` if it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    return max(left, _SHORTEST_SECONDS)
+
+
+class DeadlineSocket:
+    """Bytes to and from a peer, until ``deadline`` and no longer, however slowly they trickle.
+
+    * What is not done at the deadline raises ``TimeoutError``, what the peer closes
+      ``ConnectionError``. The stream is then of no more use.
+    * One thread at a time uses it; ``interrupt`` may come from another and ends its calls.
+    * Without TLS the kernel keeps the deadline, so that one call takes or sends a whole value.
+    """
+
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
+        self.deadline = deadline  # of time.monotonic; may be changed between calls
+        self._socket = connected
+        self._is_tls = isinstance(connected, ssl.SSLSocket)
+        self._wait_for_all = 0 if self._is_tls else socket.MSG_WAITALL
+        self._armed = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # when, last
+        self._armed_for = 0.0  # the deadline
+        if not self._is_tls:
+            connected.settimeout(None)
+
+    def recv_into(self, buffer: bytearray | memoryview) -> int:
+        """Receive what there is, at least one byte; 0 if the peer has closed."""
+        self._arm(socket.SO_RCVTIMEO)
+        try:
+            return self._socket.recv_into(buffer)
+        except BlockingIOError:
+            raise TimeoutError("nothing came before the deadline") from None
+
+    def receive_all(self, buffer: memoryview) -> None:
+        """Fill *buffer*."""
+        missing_bytes = buffer.nbytes
+        while missing_bytes:
+            self._arm(socket.SO_RCVTIMEO)
+            try:
+                received = self._socket.recv_into(buffer, missing_bytes, self._wait_for_all)
+            except BlockingIOError:
+                raise TimeoutError("too little came before the deadline") from None
+            if received == 0:
+                raise ConnectionResetError("the peer has closed the connection in an answer")
+            if received == missing_bytes:
+                return
+            buffer = buffer[received:]
+            missing_bytes -= received
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        self.send_parts([memoryview(data)])
+
+    def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Send all of *parts*, in order, without joining them."""
+        left = [memoryview(part) for part in parts]
+        while left:
+            sent = self._send(left[:_IOVECS])
+            done = 0
+            while done < len(left) and sent >= left[done].nbytes:
+                sent -= left[done].nbytes
+                done += 1
+            del left[:done]
+            if sent:
+                left[0] = left[0][sent:]
+
+    def is_quiet(self) -> bool:
+        """Whether the peer has neither closed nor said anything that nobody asked for."""
+        try:
+            self._peek()
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def interrupt(self) -> None:
+        """End the call of another thread, if there is one: to it the peer has closed."""
+        with suppress(OSError):  # of TLS too: its own shutdown would disturb that thread
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def shutdown(self, how: int) -> None:
+        socket.socket.shutdown(self._socket, how)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _peek(self) -> bytes:
+        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+        if not self._is_tls:
+            return self._socket.recv(1, flags)
+        self._socket.setblocking(False)  # else Python would wait, whatever the flags
+        self._armed_for = 0.0
+        return socket.socket.recv(self._socket, 1, flags)
+
+    def _send(self, parts: list[memoryview]) -> int:
+        self._arm(socket.SO_SNDTIMEO)
+        if self._is_tls:
+            return self._send_over_tls(parts[0])
+        try:
+            return self._socket.sendmsg(parts)
+        except BlockingIOError:
+            raise TimeoutError("the peer took too little before the deadline") from None
+
+    def _send_over_tls(self, part: memoryview) -> int:
+        try:
+            return self._socket.send(part)
+        except (ssl.SSLEOFError, ConnectionError):
+            self._socket.recv(1)  # raises what the peer has said last, such as who it lets in
+            raise
+
+    def _arm(self, option: int) -> None:
+        """Have the next call end by the deadline, or ``_SLACK_SECONDS`` later."""
+        now = time.monotonic()
+        if self.deadline != self._armed_for:
+            self._armed_for = self.deadline
+            self._armed = dict.fromkeys(self._armed, 0.0)
+        if now < self.deadline and now - self._armed[option] < _SLACK_SECONDS:
+            return
+        self._armed[option] = now
+        left = remaining_seconds(self.deadline)
+        if self._is_tls:
+            self._socket.settimeout(left)
+        else:
+            whole = int(left)
+            timeval = _TIMEVAL.pack(whole, int((left - whole) * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)

@@ -1,0 +1,285 @@
+"""Connections to Valkey servers: made by the library, kept and lent to one call at a time.
+
+The library connects, logs in, packs commands and reads answers; what it reads from and writes to is
+our ``DeadlineSocket``, so that whatever it does ends in time. Imports the optional package.
+"""
+
+import socket
+import ssl
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import libvalkey  # noqa: F401 - without it the parser fails only when it is used
+from valkey._parsers import _LibvalkeyParser
+from valkey.connection import AbstractConnection
+from valkey.exceptions import ResponseError, ValkeyError
+
+from kvstrata.core.errors import InvariantViolated, KVStrataError, TierUnavailable
+from kvstrata.storage.remote.deadline_socket import DeadlineSocket, remaining_seconds
+from kvstrata.storage.remote.resp import ErrorReply, NotRespError, RespReader
+from kvstrata.storage.remote.valkey_address import Address, Login
+from kvstrata.storage.remote.valkey_faults import fault_of
+
+__all__ = ["Dialer", "Link", "Links", "Session"]
+
+Word = bytes | str | int
+_IDLE_LINKS: Final = 16  # kept for each server; more only while more threads call
+_KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+class _Parser(_LibvalkeyParser):
+    """Leaves errors as the server words them, code included."""
+
+    EXCEPTION_CLASSES: dict[str, object] = {}  # noqa: RUF012 - as the base class declares it
+
+
+class _Connection(AbstractConnection):
+    """The library's, over a stream with a deadline."""
+
+    def __init__(
+        self,
+        address: Address,
+        deadline: float,
+        login: Login,
+        database: int,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.address = address
+        self.deadline = deadline
+        self.tls = tls
+        self.stream: DeadlineSocket | None = None
+        super().__init__(
+            db=database,
+            username=login.username,
+            password=login.password,
+            parser_class=_Parser,
+            lib_name=None,
+            lib_version=None,
+        )
+
+    def repr_pieces(self) -> list[tuple[str, object]]:
+        return [("address", str(self.address)), ("db", self.db)]
+
+    def _host_error(self) -> str:
+        return str(self.address)
+
+    def _connect(self) -> DeadlineSocket:
+        connected = self._dial()
+        try:
+            if self.tls is not None:
+                connected.settimeout(remaining_seconds(self.deadline))
+                connected = self.tls.wrap_socket(connected, server_hostname=self.address.host)
+            self.stream = DeadlineSocket(connected, self.deadline)
+        except BaseException:
+            connected.close()
+            raise
+        return self.stream
+
+    def _dial(self) -> socket.socket:
+        """Try each address of the host in turn, each for its share of the time left."""
+        places: Sequence[tuple[int, int, int, object, object]]
+        if self.address.port:
+            places = socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
+        else:
+            places = [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", self.address.host)]
+        fault: OSError = OSError(f"{self.address} has no address")
+        for number, (family, kind, protocol, _, place) in enumerate(places):
+            dialled = socket.socket(family, kind, protocol)
+            try:
+                if family != socket.AF_UNIX:
+                    for option in _KEEPALIVE:
+                        dialled.setsockopt(*option)
+                left = remaining_seconds(self.deadline)
+                dialled.settimeout(left / (len(places) - number))
+                dialled.connect(place)  # type: ignore[arg-type]  # an address of its family
+            except OSError as e:
+                dialled.close()
+                fault = e
+            else:
+                return dialled
+        raise fault
+
+
+class Link:
+    """One connection, used by one call at a time."""
+
+    def __init__(self, connection: AbstractConnection, stream: DeadlineSocket) -> None:
+        """*connection* is connected, and reads from and writes to *stream*."""
+        self.stream = stream
+        self.answers = RespReader(stream)
+        self._connection = connection
+
+    def ask(self, commands: Sequence[Sequence[Word]]) -> None:
+        """Send *commands*, few bytes each; ``answer`` gives one answer for each."""
+        self._connection.send_packed_command(self._connection.pack_commands(commands))
+
+    def answer(self) -> object:
+        """The next answer; ``ErrorReply`` if it is one."""
+        try:
+            return self._connection.read_response()
+        except ResponseError as e:
+            raise ErrorReply(str(e)) from None
+
+    def command(self, *words: Word) -> object:
+        self.ask([words])
+        return self.answer()
+
+    def disconnect(self) -> None:
+        self._connection.disconnect()
+
+
+class Dialer:
+    """Makes connections for one kind of server."""
+
+    def __init__(self, login: Login, database: int, tls: ssl.SSLContext | None) -> None:
+        self._login = login
+        self._database = database
+        self._tls = tls
+
+    def __call__(self, address: Address, deadline: float) -> Link:
+        made = _Connection(address, deadline, self._login, self._database, self._tls)
+        connection: AbstractConnection = made
+        connection.connect()  # or it has closed what it had opened
+        if made.stream is None:
+            raise InvariantViolated("the library has connected past its own extension point")
+        return Link(connection, made.stream)
+
+
+class Session:
+    """The connections of one call, and when it has to end."""
+
+    def __init__(self, links: "Links", deadline: float) -> None:
+        self.deadline = deadline
+        self.lent: dict[Address, Link] = {}
+        self._links = links
+
+    def link(self, address: Address) -> Link:
+        link = self.lent.get(address)
+        if link is None:
+            link = self.lent[address] = self._links.lend(address, self.deadline)
+        return link
+
+    def lose(self, address: Address) -> None:
+        """Close the connection to *address*, if there is one: it is in the middle of something."""
+        link = self.lent.pop(address, None)
+        if link is not None:
+            self._links.forget(link)
+
+
+class Links:
+    """The connections of one store. As many as threads call, and few of them idle."""
+
+    def __init__(
+        self, name: str, dial: Callable[[Address, float], Link], *secrets: str | None
+    ) -> None:
+        """*name* is what messages call it; *secrets* never show in them."""
+        self.name = name
+        self._dial = dial
+        self._secrets = [secret for secret in secrets if secret]
+        self._lock = threading.Lock()  # guards everything below
+        self._idle: defaultdict[Address, list[Link]] = defaultdict(list)
+        self._lent: set[Link] = set()
+        self._closed = False
+
+    @contextmanager
+    def session(self, deadline: float) -> Iterator[Session]:
+        """One call. What goes wrong in it costs its connections and those like them.
+
+        A fault is raised as ``TierUnavailable``.
+        """
+        session = Session(self, deadline)
+        whole = False
+        try:
+            yield session
+            whole = True
+        except KVStrataError:
+            raise
+        except (ValkeyError, ErrorReply, NotRespError, OSError) as e:
+            if self._closed:
+                raise self._closed_fault() from e
+            raise fault_of(e, self.name, self._secrets) from e
+        finally:
+            self._end(session, whole=whole)
+
+    def lend(self, address: Address, deadline: float) -> Link:
+        """An idle connection that still lives, or a new one."""
+        while (link := self._take_idle(address)) is not None:
+            if link.stream.is_quiet():
+                link.stream.deadline = deadline
+                return link
+            self.forget(link)
+        link = self._dial(address, deadline)
+        with self._lock:
+            self._lent.add(link)
+            closed = self._closed
+        if closed:
+            self.forget(link)
+            raise self._closed_fault()
+        return link
+
+    def keep_only(self, addresses: set[Address]) -> None:
+        """Close what is idle to other servers: they are no longer asked."""
+        with self._lock:
+            gone = [self._idle.pop(each) for each in set(self._idle) - addresses]
+        for links in gone:
+            _disconnect(links)
+
+    def close(self) -> None:
+        """Close what is idle, end the calls that use the rest, lend no more. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = [link for links in self._idle.values() for link in links]
+            self._idle.clear()
+            lent = list(self._lent)
+        _disconnect(idle)
+        for link in lent:
+            link.stream.interrupt()
+
+    def _take_idle(self, address: Address) -> Link | None:
+        with self._lock:
+            if self._closed:
+                raise self._closed_fault()
+            idle = self._idle.get(address)
+            if not idle:
+                return None
+            link = idle.pop()
+            self._lent.add(link)
+            return link
+
+    def _end(self, session: Session, *, whole: bool) -> None:
+        done: list[Link] = []
+        with self._lock:
+            for address, link in session.lent.items():
+                self._lent.discard(link)
+                idle = self._idle[address]
+                if not whole:
+                    done += [link, *idle]
+                    idle.clear()
+                elif link.answers.is_empty and not self._closed and len(idle) < _IDLE_LINKS:
+                    idle.append(link)
+                else:
+                    done.append(link)
+        _disconnect(done)
+
+    def forget(self, link: Link) -> None:
+        """Close a connection that was lent."""
+        with self._lock:
+            self._lent.discard(link)
+        link.disconnect()
+
+    def _closed_fault(self) -> TierUnavailable:
+        return TierUnavailable(f"{self.name} is closed", cause="closed")
+
+
+def _disconnect(links: Sequence[Link]) -> None:
+    for link in links:
+        link.disconnect()

@@ -1,0 +1,205 @@
+"""Real Valkey or Redis servers on loopback: alone, as a cluster, and watched by a sentinel."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import valkey
+from tests.remote.subject import answers, free_port, wait_until
+from valkey.crc import key_slot
+
+from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
+from kvstrata.testing.samples import key
+
+SLOTS: Final = 16384
+WAIT_SECONDS: Final = 30.0
+_QUIET: Final = (
+    "--save",
+    "",
+    "--appendonly",
+    "no",
+    "--bind",
+    "127.0.0.1",
+    "--protected-mode",
+    "no",
+)
+
+
+class Server:
+    """One ``redis-server`` process."""
+
+    def __init__(self, folder: Path, *options: str, port: int | None = None) -> None:
+        self.folder = folder
+        self.port = port or free_port()
+        self._options = options
+        self.process = self._start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
+
+    def client(self, **how: Any) -> valkey.Valkey:
+        return valkey.Valkey("127.0.0.1", self.port, **how)
+
+    def ask(self, *command: str | bytes | int) -> Any:
+        """What it answers to the default user."""
+        with self.client() as client:
+            return client.execute_command(*command)
+
+    def info(self, section: str, **how: Any) -> dict[str, Any]:
+        """Part of its report about itself."""
+        with self.client(**how) as client:
+            found: Any = client.info(section)
+            return dict(found)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = ["--port", str(self.port), "--dir", str(self.folder), *_QUIET, *self._options]
+        process = _run("redis-server", "redis-server", command)
+        listening = str(self.port)
+        if "--tls-port" in self._options:
+            listening = self._options[self._options.index("--tls-port") + 1]
+        wait_until(lambda: answers("127.0.0.1", int(listening)), process, "redis-server")
+        return process
+
+
+class Sentinel:
+    """One ``redis-sentinel`` that alone decides about *master*."""
+
+    def __init__(self, folder: Path, name: str, master: Server) -> None:
+        self.port = free_port()
+        lines = [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            "protected-mode no",
+            f"dir {folder}",
+            f"sentinel monitor {name} 127.0.0.1 {master.port} 1",
+            f"sentinel down-after-milliseconds {name} 400",
+            f"sentinel failover-timeout {name} 2000",
+        ]
+        configuration = folder / "sentinel.conf"
+        configuration.write_text("\n".join(lines) + "\n")
+        self.process = _run("redis-sentinel", "redis-sentinel", [str(configuration)])
+        wait_until(lambda: answers("127.0.0.1", self.port), self.process, "redis-sentinel")
+
+    def ask(self, *command: str) -> Any:
+        with valkey.Valkey("127.0.0.1", self.port) as client:
+            return client.execute_command(*command)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class ClusterOfThree:
+    """Three masters, each with a third of the slots."""
+
+    def __init__(self, folder: Path) -> None:
+        self._bus_ports = [free_port() for _ in range(3)]
+        self.servers = [self._server(folder / str(port), port) for port in self._bus_ports]
+        try:
+            self._join()
+        except BaseException:
+            self.kill()
+            raise
+
+    def of(self, wanted: StoreKey, prefix: str) -> Server:
+        """The server that holds the slot of a key, by the servers' own account."""
+        slot = key_slot(name_of(wanted, prefix))
+        for first, last, port in self._slots():
+            if first <= slot <= last:
+                return next(server for server in self.servers if server.port == port)
+        raise AssertionError(f"nobody holds slot {slot}")
+
+    def errors(self, code: str) -> int:
+        """How often the servers have answered with the error *code*."""
+        found = [server.info("errorstats") for server in self.servers]
+        return sum(each.get(f"errorstat_{code}", {}).get("count", 0) for each in found)
+
+    def take_over(self, dead: Server, heir: Server) -> None:
+        """Give the slots of a server that is gone to another."""
+        own = heir.ask("CLUSTER MYID")
+        shares = [(first, last) for first, last, port in self._slots() if port == dead.port]
+        for server in self.servers:
+            if server is dead:
+                continue
+            with server.client() as client, client.pipeline(transaction=False) as pipeline:
+                for first, last in shares:
+                    for slot in range(first, last + 1):
+                        pipeline.execute_command("CLUSTER SETSLOT", slot, "NODE", own)
+                pipeline.execute()
+
+    def kill(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+    def _slots(self) -> list[tuple[int, int, int]]:
+        """First and last slot and port of the holder, of each range."""
+        ranges = self.servers[0].ask("CLUSTER SLOTS")
+        return [(first, last, int(master[1])) for first, last, master, *_ in ranges]
+
+    def _server(self, folder: Path, bus_port: int) -> Server:
+        folder.mkdir()
+        return Server(
+            folder, "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
+            "--cluster-node-timeout", "2000",
+        )  # fmt: skip
+
+    def _join(self) -> None:
+        share = SLOTS // 3 + 1
+        for number, server in enumerate(self.servers):
+            first, last = number * share, min(SLOTS, (number + 1) * share) - 1
+            server.ask("CLUSTER ADDSLOTSRANGE", first, last)
+        for server, bus_port in zip(self.servers, self._bus_ports, strict=True):
+            if server is not self.servers[0]:
+                self.servers[0].ask("CLUSTER MEET", "127.0.0.1", server.port, bus_port)
+        eventually(self._is_joined, "the cluster does not come together")
+
+    def _is_joined(self) -> bool:
+        for server in self.servers:
+            found = server.ask("CLUSTER INFO")
+            if (found["cluster_state"], found["cluster_known_nodes"]) != ("ok", "3"):
+                return False
+        return True
+
+
+def eventually(true: Callable[[], object], what: str) -> None:
+    """Until *true*; fails with *what* if it takes too long."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def name_of(wanted: StoreKey, prefix: str) -> bytes:
+    """The name of a block, as the documentation has it."""
+    namespace, block = wanted[:NAMESPACE_ID_BYTES], wanted[NAMESPACE_ID_BYTES:]
+    return f"{prefix}:{namespace.hex()}:{block.hex()}".encode()
+
+
+def keys_of_one_slot(count: int, prefix: str) -> list[StoreKey]:
+    """Different keys whose names fall into the same hash slot."""
+    slot = key_slot(name_of(key(0), prefix))
+    found: list[StoreKey] = []
+    number = 0
+    while len(found) < count:
+        if key_slot(name_of(key(number), prefix)) == slot:
+            found.append(key(number))
+        number += 1
+    return found
+
+
+def _run(program: str, package: str, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    path = shutil.which(program)
+    assert path, f"{program} is not installed: apt-get install {package}"
+    return subprocess.Popen([path, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
