@@ -131,6 +131,8 @@ _MESSAGES: Final[tuple[Callable[[_Reader], p.Request], ...]] = (
     lambda r: p.TryWait(r.number(), r.task_ids()),
     lambda r: p.Prefetch(r.number(), r.namespace(), r.keys()),
     lambda r: p.Reset(r.number(), r.namespace()),
+    lambda r: p.Follow(r.namespace()),
+    lambda r: p.Heard(),
     lambda r: p.Stats(r.number()),
     lambda r: p.Measured(r.number() * 0.5),
     lambda r: p.Explain(r.number(), r.text()),

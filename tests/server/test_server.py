@@ -219,7 +219,7 @@ def test_another_protocol_is_refused_with_a_hint(server: Server, witness: Manage
     reply = client.receive()
     assert isinstance(reply, p.Refused)
     assert (reply.seq, reply.code) == (0, "config")
-    assert "speaks protocol 99, this server 3" in reply.message
+    assert f"speaks protocol 99, this server {p.PROTOCOL_VERSION}" in reply.message
     assert reply.hint == "install the same version of kvstrata on both sides"
     client.close()
 

@@ -57,6 +57,9 @@ def configs(draw: st.DrawFn) -> Config:
         max_saving_blocks=draw(counts),
         prefault=draw(st.booleans()),
         event_log=draw(st.none() | paths),
+        kv_events=draw(st.sampled_from([None, "tcp://127.0.0.1:5557", "ipc:///run/e"])),
+        kv_events_topic=draw(st.sampled_from(["", "kv@{model}", "{namespace}"])),
+        kv_events_hashes=draw(st.sampled_from(["int", "bytes"])),
         recompute=draw(st.sampled_from(["auto", "never"])),
         quotas=tuple(draw(st.dictionaries(texts, st.floats(0.01, 1.0), max_size=3)).items()),
     )
@@ -124,6 +127,10 @@ def test_the_defaults_are_these() -> None:
         "prefault": True,
         "event_log": None,
         "event_log_bytes": 1 << 30,
+        "kv_events": None,
+        "kv_events_topic": "",
+        "kv_events_hashes": "int",
+        "kv_events_replay": None,
         "recompute": "auto",
         "quotas": (),
     }

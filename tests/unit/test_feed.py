@@ -95,6 +95,20 @@ def test_who_follows_all_hears_of_a_namespace_once_it_is_registered(manager: KVM
     assert follower.take(4096) == []
 
 
+def test_what_there_is_is_told_once(manager: KVManager) -> None:
+    follower = manager.feed.follow(None, quiet)
+    save(manager, ALICE, PROMPT)
+    manager.register_namespace(ALICE, {"model": "m"})
+    late = manager.feed.follow(ALICE, quiet)
+    save(manager, ALICE, keys(7))
+    for each in (follower, late):
+        assert each.take(4096) == [
+            Change("stored", ALICE, "host", b"".join(PROMPT)),
+            Change("stored", ALICE, "host", keys(7)[0]),
+        ]
+        assert each.take(4096) == []
+
+
 def test_one_who_waits_is_woken_once_and_by_his_own_news_alone(manager: KVManager) -> None:
     calls: list[int] = []
     follower = manager.feed.follow(ALICE, lambda: calls.append(1))
@@ -189,4 +203,4 @@ def test_names_are_bounded_and_those_without_blocks_go_first(
     names = [ALICE, *(bytes([i]) * 16 for i in range(5))]
     for name in names:
         manager.register_namespace(name, {})
-    assert list(manager.feed.models) == [ALICE, names[-1]]
+    assert manager.feed.registered() == [ALICE, names[-1]]

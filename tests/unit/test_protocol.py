@@ -45,6 +45,8 @@ REQUESTS: list[p.Request] = [
     p.TryWait(5, [1]),
     p.Prefetch(6, b"n" * 16, b"k" * 32),
     p.Reset(7, b"n" * 16),
+    p.Follow(b"n" * 16),
+    p.Heard(),
     p.Stats(8),
     p.Workers(11),
     p.Ping(9),
@@ -54,6 +56,14 @@ REPLIES: list[p.Reply] = [
     p.Task(2, p.pack(STATUS)),
     p.Tasks(3, [p.pack(STATUS), p.pack(TaskStatus(0, TaskState.DONE))]),
     p.Settled(p.pack(STATUS)),
+    p.Changed(
+        b"n" * 16,
+        [
+            p.BlockChange("stored", "host", b"k" * 64, b"p" * 32),
+            p.BlockChange("removed", "disk", b"k" * 32, b""),
+            p.BlockChange("cleared", "", b"", b""),
+        ],
+    ),
     p.Number(4, 5),
     p.Report(5, REPORT),
     p.Report(6, None),

@@ -352,10 +352,14 @@ class _Child:
 
     def __init__(self, commands: IO[str], answers: IO[str]) -> None:
         from vllm import LLM
+        from vllm.config import KVEventsConfig
 
         self._commands = commands
         self._answers = answers
-        self._llm = LLM(**json.loads(commands.readline()))
+        settings = json.loads(commands.readline())
+        if "kv_events_config" in settings:
+            settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
+        self._llm = LLM(**settings)
         self._engine = self._llm.llm_engine
         self._say({"ready": True})
 

@@ -81,7 +81,8 @@ def remote_round_trip(tier: RemoteTier) -> str:
 def _small(config: Config, directory: Path | None) -> Config:
     host = HostTier(capacity=_PROBE_TIER_BYTES)
     disk = () if directory is None else (DiskTier(paths=(directory,), capacity=_PROBE_TIER_BYTES),)
-    apart = {"tiers": (host, *disk), "prefault": False, "event_log": None}
+    nothing_told = {"event_log": None, "kv_events": None, "kv_events_replay": None}
+    apart = {"tiers": (host, *disk), "prefault": False, **nothing_told}
     return config.model_copy(update=apart)
 
 

@@ -40,6 +40,13 @@ def server(  # noqa: PLR0913, PLR0917 - each is an option
         str | None,
         typer.Option(metavar="SIZE", help="Bytes of a block; unset: as the first engine says."),
     ] = None,
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Publish KV events for routers, for example at tcp://127.0.0.1:5557.",
+        ),
+    ] = None,
 ) -> None:
     """Run a cache server that outlives the engines that share it, until SIGTERM or Ctrl-C.
 
@@ -59,6 +66,8 @@ def server(  # noqa: PLR0913, PLR0917 - each is an option
         path = _socket_path(socket)
         tiers = TierOptions(host_size, disk, shared, remote)
         overrides = overrides_of(config=config, tiers=tiers, is_server=True)
+        if kv_events is not None:
+            overrides["kv_events"] = kv_events
         settings = load_config(overrides, overrides_name=COMMAND_LINE)
         for warning in check_machine(settings):
             _log.warning("%s", warning)

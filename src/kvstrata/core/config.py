@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.core.event_fields import topic, zmq_address
 from kvstrata.core.pipeline import directory_segment, host_segment, url_segment
 from kvstrata.core.tier_fields import Count, absolute, refuse_bool
 from kvstrata.core.tiers import DiskTier, HostTier, LowestTier, SharedTier, Tier, Tiers
@@ -259,6 +260,39 @@ class Config(BaseModel):
         ),
         examples=["1GiB"],
     )
+    kv_events: Annotated[str, AfterValidator(zmq_address)] | None = Field(
+        default=None,
+        description=(
+            "Address at which the server publishes KV events over ZMQ, as vLLM does, for routers: "
+            "hashes of blocks, no tokens. `tcp://HOST:PORT` or `ipc:///PATH`; whoever reaches it can "
+            "listen. Needs pyzmq. Unset: none. The server's to decide."
+        ),
+        examples=["tcp://127.0.0.1:5557"],
+    )
+    kv_events_topic: Annotated[str, AfterValidator(topic)] = Field(
+        default="",
+        description=(
+            "Topic of these events. `{model}` in it becomes the name of the model, `{namespace}` the "
+            "namespace in hexadecimal digits."
+        ),
+        examples=["kv@node-7@{model}"],
+    )
+    kv_events_hashes: Literal["int", "bytes"] = Field(
+        default="int",
+        description=(
+            "How these events name blocks: `int`, the last 64 bits of a hash, as vLLM does unless "
+            "`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`, or `bytes`, all of it."
+        ),
+        examples=["bytes"],
+    )
+    kv_events_replay: Annotated[str, AfterValidator(zmq_address)] | None = Field(
+        default=None,
+        description=(
+            "Address at which subscribers can ask for events that they have lost. Only with "
+            "`kv_events`. Unset: none."
+        ),
+        examples=["tcp://127.0.0.1:5558"],
+    )
 
     @property
     def host_tier(self) -> HostTier:
@@ -325,6 +359,16 @@ def _wait_within_timeout(config: Config) -> Contradiction | None:
     )
 
 
+def _replay_of_events(config: Config) -> Contradiction | None:
+    if config.kv_events_replay is None or config.kv_events not in {None, config.kv_events_replay}:
+        return None
+    return Contradiction(
+        ("kv_events", "kv_events_replay"),
+        f"kv_events_replay is {config.kv_events_replay!r} and kv_events is {config.kv_events!r}",
+        "give each an address of its own, or take kv_events_replay away",
+    )
+
+
 def _one_form(config: Config) -> Contradiction | None:
     lowest = config.lowest_tier
     if config.block_format == "exact" or lowest is None or not lowest.compress:
@@ -341,6 +385,7 @@ _CHECKS: Final[tuple[Callable[[Config], Contradiction | None], ...]] = (
     _tiers_of_the_server,
     _wait_within_timeout,
     _one_form,
+    _replay_of_events,
 )
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,13 @@ CHANGE_BLOCKS: Final = 1024
 Places = NDArray[np.uint8]
 
 
+class Named(NamedTuple):
+    """A namespace that an engine has registered."""
+
+    model: str
+    since: int  # number of the next change then
+
+
 class Feed:
     """The log of one manager, and a way in for its followers. Thread-safe.
 
@@ -48,7 +55,7 @@ class Feed:
         """*lock* guards *index*."""
         self.lock = lock
         self.index = index
-        self.models: dict[NamespaceId, str] = {}  # of the namespaces that engines have registered
+        self.names: dict[NamespaceId, Named] = {}
         self.first = 0  # number of the oldest change in the log
         self.end = 0  # number of the next one
         self._log: dict[int, Change] = {}
@@ -81,7 +88,13 @@ class Feed:
     def model(self, namespace: NamespaceId) -> str | None:
         """The model that *namespace* was registered with."""
         with self.lock:
-            return self.models.get(namespace)
+            named = self.names.get(namespace)
+            return None if named is None else named.model
+
+    def registered(self) -> list[NamespaceId]:
+        """The namespaces that engines have registered."""
+        with self.lock:
+            return list(self.names)
 
     def change(self, number: int) -> Change:
         """That of the log with this number. Needs the lock."""
@@ -107,13 +120,12 @@ class Feed:
 
     def named(self, namespace: NamespaceId, model: str) -> None:
         """An engine has registered *namespace*."""
-        is_new = namespace not in self.models
-        self.models[namespace] = model
-        if not is_new:
+        if namespace in self.names:
             return
-        if len(self.models) > _MOST_NAMESPACES:
-            empty = (n for n in self.models if not self.index.counts(n).blocks and n != namespace)
-            del self.models[next(empty, next(iter(self.models)))]
+        if len(self.names) == _MOST_NAMESPACES:
+            empty = (n for n in self.names if not self.index.counts(n).blocks)
+            del self.names[next(empty, next(iter(self.names)))]
+        self.names[namespace] = Named(model, self.end)
         for follower in self._followers:
             if follower.namespace is None:
                 follower.tell(namespace)
@@ -170,9 +182,9 @@ class Follower:
     def tell(self, namespace: NamespaceId) -> None:
         """Tell again what there is of *namespace*. Any thread."""
         with self._feed.lock:
-            if namespace not in self._untold:
+            if namespace not in self._untold and self._feed.index.counts(namespace).blocks:
                 self._untold.append(namespace)
-            self.ring({namespace})
+                self.ring({namespace})
 
     def ring(self, namespaces: AbstractSet[NamespaceId | None]) -> None:
         """There is news of *namespaces*. Needs the lock."""
@@ -185,27 +197,27 @@ class Follower:
         self._feed.leave(self)
 
     def _tell_all(self) -> None:
-        known = self._feed.models if self.namespace is None else [self.namespace]
-        self._untold = deque(known)
+        self._untold.clear()
         self._pieces = None
         self._piece.clear()
+        for namespace in self._feed.names if self.namespace is None else [self.namespace]:
+            self.tell(namespace)
 
     def _take_some(self, taken: list[Change], most_blocks: int) -> None:
-        """Add to *taken*, by turns of the log and of what is there.
+        """Add to *taken*: from the log, and when that is at its end of what is there.
 
-        A piece of what is there is told before the log goes on. What the log tells of its blocks up
-        to the moment of the piece is then told afterwards, and ends with what the piece told.
+        A piece of what is there is as of the end of the log, and is told before the log goes on.
         """
         room = most_blocks
         if not self._piece:
-            room -= self._take_log(taken, most_blocks // 2 if self._untold else most_blocks)
+            room -= self._take_log(taken, most_blocks)
         while room > 0 and self._next_piece():
             change = self._piece[0]
-            if self._is_for_me(change):
+            if self._is_for_me(change, self._next):
                 if taken and change.blocks > room:
                     return
                 taken.append(change)
-                room -= change.blocks
+                room -= max(1, change.blocks)
             self._piece.popleft()
 
     def _take_log(self, taken: list[Change], most_blocks: int) -> int:
@@ -213,17 +225,17 @@ class Follower:
         feed, blocks = self._feed, 0
         while self._next < feed.end:
             change = feed.change(self._next)
-            if self._is_for_me(change):
+            if self._is_for_me(change, self._next) and not self._will_be_told(change):
                 if taken and blocks + change.blocks > most_blocks:
                     break
                 taken.append(change)
-                blocks += change.blocks
+                blocks += max(1, change.blocks)
             self._next += 1
         return blocks
 
     def _next_piece(self) -> bool:
         """Whether there is something in ``_piece``, now or by looking for it."""
-        while not self._piece and self._untold:
+        while not self._piece and self._untold and self._next == self._feed.end:
             if self._pieces is None:
                 self._pieces = self._feed.index.ids(self._untold[0])
             ids = next(self._pieces, None)
@@ -234,11 +246,18 @@ class Follower:
                 self._piece.extend(_there(self._feed.index, ids))
         return bool(self._piece)
 
-    def _is_for_me(self, change: Change) -> bool:
-        if self.namespace is None:
-            # Nobody can load what no engine has registered, such as blocks of an earlier life.
-            return change.namespace in self._feed.models
-        return change.namespace == self.namespace
+    def _will_be_told(self, change: Change) -> bool:
+        """Whether *change* is of the log and a piece of what is there will say the same."""
+        has_begun = self._pieces is not None and change.namespace == self._untold[0]
+        return change.kind == "stored" and change.namespace in self._untold and not has_begun
+
+    def _is_for_me(self, change: Change, number: int) -> bool:
+        if self.namespace is not None:
+            return change.namespace == self.namespace
+        # Nobody can load what no engine has registered, such as blocks of an earlier life. What
+        # there was when one did is told then.
+        named = None if change.namespace is None else self._feed.names.get(change.namespace)
+        return named is not None and number >= named.since
 
 
 def _there(index: PrefixIndex, ids: BlockIds) -> Iterator[Change]:

@@ -77,6 +77,7 @@ class ManagerClient:
         self._next_seq = hello.seq
         self._pending: dict[int, Pending] = {}
         self._promoting: dict[int, Pending] = {}
+        self._changed: list[p.Changed] = []
         self.welcome = self.submit(hello)
 
     # -- without waiting ---------------------------------------------------------------------
@@ -138,6 +139,13 @@ class ManagerClient:
         poller = select.poll()
         poller.register(fd, select.POLLRDHUP)
         return bool(poller.poll(0))
+
+    def take_changed(self) -> list[p.Changed]:
+        """What the server has told since the last call of what ``Follow`` named; more may come."""
+        taken, self._changed = self._changed, []
+        for _ in taken:
+            self.submit(p.Heard())
+        return taken
 
     def take_descriptor(self) -> int | None:
         """A file descriptor that the server has sent; the caller owns it."""
@@ -315,6 +323,9 @@ class ManagerClient:
     def _take(self, reply: p.Reply) -> None:
         if isinstance(reply, p.Settled):
             self._take_settled(p.unpack(reply.status))
+            return
+        if isinstance(reply, p.Changed):
+            self._changed.append(reply)
             return
         pending = self._pending.pop(reply.seq, None)
         if pending is None:

@@ -1,6 +1,5 @@
 """What one client may ask, in which order, and the answers. Nothing here waits for anything."""
 
-import heapq
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -9,12 +8,13 @@ from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded, ProtocolError
 from kvstrata.core.types import BlockFormat
 from kvstrata.manager.manager import KVManager
-from kvstrata.manager.report import CacheReport, NamespaceReport
 from kvstrata.manager.tasks import TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server.client_log import ClientLog
+from kvstrata.server.following import Following
 from kvstrata.server.held_tasks import HeldTasks, blocks_of
 from kvstrata.server.limits import Limits
+from kvstrata.server.report_size import shortened
 
 T = TypeVar("T")
 _QUESTIONS: Final = (p.GetMatch, p.PutMatch, p.TryWait, p.Stats, p.Workers, p.Ping)
@@ -66,6 +66,7 @@ class Conversation:
         self._name = ""  # for the log, from the hello on
         self._manager: KVManager | None = None
         self._owner: int | None = None
+        self._following: Following | None = None
         self._is_over = False
         self.is_broken = False  # by a bug: nobody can say what the client would make of an answer
         self.is_waiting = False  # for disks: the client's next request has to wait too
@@ -91,6 +92,8 @@ class Conversation:
     def end(self) -> None:
         """The client has gone: release all that it held."""
         self._is_over = True
+        if self._following is not None:
+            self._following.end()
         if self._manager and self._owner is not None:
             self._host.client_log.tell("%s has left", self._name)
             self._manager.disconnect(self._owner)
@@ -253,9 +256,24 @@ class Conversation:
         self._host.client_log.tell("namespace %s is reset; blocks dropped: %d", namespace, dropped)
         self._send(p.Number(request.seq, dropped))
 
+    def _on_follow(self, request: p.Follow) -> None:
+        namespace = p.checked_namespace(request.namespace)
+        self._me()
+        if self._following is not None:
+            self._following.end()
+        self._following = Following(self._cache().feed, namespace, self._host.post, self._send)
+
+    def _on_heard(self, request: p.Heard) -> None:
+        if self._following is not None:
+            self._following.heard()
+
     def _on_stats(self, request: p.Stats) -> None:
         manager = self._host.manager
-        self._send(p.Report(request.seq, self._shortened(manager.stats()) if manager else None))
+        self._send(
+            p.Report(
+                request.seq, shortened(manager.stats(), self._host.limits) if manager else None
+            )
+        )
 
     def _on_explain(self, request: p.Explain) -> None:
         manager = self._host.manager
@@ -314,19 +332,6 @@ class Conversation:
         except KVStrataError as e:
             self._refuse(request, e)
 
-    def _shortened(self, report: CacheReport) -> CacheReport:
-        """*report* with no more namespaces, and no more of what they stand for, than fits."""
-        limits = self._host.limits
-        shown = report.namespaces
-        if len(shown) > limits.shown_namespaces:
-            shown = heapq.nlargest(limits.shown_namespaces, shown, key=lambda n: n.blocks)
-        left_bytes = limits.shown_parts_bytes
-        report.namespaces = []
-        for namespace in shown:
-            left_bytes -= sum(len(k) + len(v) for k, v in namespace.parts.items())
-            report.namespaces.append(namespace if left_bytes >= 0 else _without_parts(namespace))
-        return report
-
     def _tiers(self) -> KVManager:
         """The manager, for those who are no engine."""
         if self._host.manager is None:
@@ -374,6 +379,8 @@ _HANDLERS: Final[dict[type, Callable[[Conversation, Any], None]]] = {
     p.TryWait: Conversation._on_try_wait,
     p.Prefetch: Conversation._on_prefetch,
     p.Reset: Conversation._on_reset,
+    p.Follow: Conversation._on_follow,
+    p.Heard: Conversation._on_heard,
     p.Stats: Conversation._on_stats,
     p.Measured: Conversation._on_measured,
     p.Explain: Conversation._on_explain,
@@ -390,10 +397,4 @@ def _name_of(hello: p.Hello) -> str:
     session = repr(hello.session[:_SHOWN_CHARACTERS])
     return (
         f"rank {hello.rank} of engine {session}" if hello.role == "worker" else f"engine {session}"
-    )
-
-
-def _without_parts(namespace: NamespaceReport) -> NamespaceReport:
-    return NamespaceReport(
-        namespace.namespace, {}, namespace.blocks, namespace.host_blocks, namespace.disk_blocks
     )

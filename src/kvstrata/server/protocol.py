@@ -2,7 +2,7 @@
 
 A frame is four bytes of length, little-endian, and that many bytes of one message. Messages are
 arrays tagged with their name. A request with a ``seq`` is answered by one message with the same
-``seq``; the others are not answered. ``Settled`` comes unasked.
+``seq``; the others are not answered. ``Settled`` and ``Changed`` come unasked.
 """
 
 import struct
@@ -19,8 +19,9 @@ from kvstrata.core.types import BLOCK_KEY_BYTES, EXACT, NAMESPACE_ID_BYTES, Bloc
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.observe.block_changes import ChangedTier, ChangeKind
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_FRAME_BYTES: Final = 8 << 20
 MAX_KEYS: Final = 131_072  # in one request
 MAX_TASK_IDS: Final = 4096  # in one request
@@ -122,6 +123,16 @@ class Reset(msgspec.Struct, tag=True, array_like=True):
     namespace: bytes
 
 
+class Follow(msgspec.Struct, tag=True, array_like=True):
+    """Tell what there is of *namespace* and what happens to it, and of no other from now on."""
+
+    namespace: bytes
+
+
+class Heard(msgspec.Struct, tag=True, array_like=True):
+    """The ``Changed`` before this has been taken in: the next one may come."""
+
+
 class Stats(msgspec.Struct, tag=True, array_like=True):
     seq: int
 
@@ -185,6 +196,8 @@ Request = (
     | TryWait
     | Prefetch
     | Reset
+    | Follow
+    | Heard
     | Stats
     | Measured
     | Explain
@@ -234,6 +247,22 @@ class Settled(msgspec.Struct, tag=True, array_like=True):
     status: Status
 
 
+class BlockChange(msgspec.Struct, array_like=True, frozen=True):
+    """A ``Change`` without its namespace."""
+
+    kind: ChangeKind
+    tier: ChangedTier
+    keys: bytes  # one after another
+    parent: bytes  # empty where it is not known, or there is none
+
+
+class Changed(msgspec.Struct, tag=True, array_like=True):
+    """What has happened to blocks of the namespace of ``Follow``, in order."""
+
+    namespace: bytes
+    changes: list[BlockChange]
+
+
 class Number(msgspec.Struct, tag=True, array_like=True):
     """Answers ``Prefetch`` (task id), ``Reset`` (blocks), ``Workers``, ``Unpin`` (1 if there was
     one), ``Mapped`` and ``Ping`` (0).
@@ -273,7 +302,7 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     hint: str | None
 
 
-Reply = Welcome | Task | Tasks | Settled | Number | Report | Explained | Pinned | Refused
+Reply = Welcome | Task | Tasks | Settled | Changed | Number | Report | Explained | Pinned | Refused
 
 _UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()

@@ -5,10 +5,11 @@ take is kept for it, up to a limit, and what waits for disks is done on a thread
 """
 
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, KVStrataError
@@ -16,6 +17,7 @@ from kvstrata.core.types import EXACT, BlockFormat
 from kvstrata.manager.manager import KVManager, OnPrefault
 from kvstrata.observe.event_log import check_event_log
 from kvstrata.server import sockets
+from kvstrata.server.announcer import Announcer
 from kvstrata.server.client_log import ClientLog
 from kvstrata.server.limits import Limits
 from kvstrata.server.slow_lane import SlowLane
@@ -25,6 +27,8 @@ from kvstrata.storage.engine import check_directories_of
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+_LAST_EVENTS_SECONDS: Final = 1.0  # for routers to hear what happened last
 
 
 class Server:
@@ -57,7 +61,8 @@ class Server:
             check_directories_of(config.tiers)
         if config.event_log is not None:
             check_event_log(config.event_log)
-        self._listener = sockets.listen(path)
+        self._announcer = Announcer(config.kv_events, config) if config.kv_events else None
+        self._listener = self._listen(path)
         self._listener.setblocking(False)
         self._switchboard = Switchboard(self, self._listener)
         self._slow_lane = SlowLane(self.post)
@@ -97,6 +102,8 @@ class Server:
                 block_format=block_format,
                 on_prefault=self._on_prefault,
             )
+            if self._announcer is not None:
+                self._announcer.follow(manager.feed)
         if manager.block_format != block_format:
             raise ConfigError(
                 f"this server keeps blocks as {manager.block_format!r}, not as {block_format!r}",
@@ -130,6 +137,17 @@ class Server:
         self._stopping.set()
         self.post(lambda: None)
 
+    def _listen(self, path: Path) -> socket.socket:
+        try:
+            return sockets.listen(path)
+        except KVStrataError:
+            self._end_events()
+            raise
+
+    def _end_events(self) -> None:
+        if self._announcer is not None:
+            self._announcer.close(_LAST_EVENTS_SECONDS)
+
     def _unfinished(self) -> tuple[int, int]:
         """Connections, and blocks that wait for a lower tier."""
         tiers = self._manager.stats().tiers if self._manager is not None else []
@@ -139,6 +157,7 @@ class Server:
         self.path.unlink(missing_ok=True)
         self._listener.close()
         self._switchboard.close()
+        self._end_events()
         self._slow_lane.close(self.config.drain_timeout_seconds)
         if self._manager:
             self._manager.close()

@@ -27,6 +27,7 @@ from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -106,7 +107,10 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._decides.busy
 
     def has_pending_block_frees(self) -> bool:
-        return self._decides.busy
+        return self._decides.holds_blocks
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return self._decides.take_events()
 
     def reset_cache(self) -> bool:
         self._decides.reset()
@@ -155,9 +159,6 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._copies.half.report()
 
     # -- both --------------------------------------------------------------------------------
-
-    def take_events(self) -> Iterable[Any]:
-        return ()
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -47,12 +47,18 @@ class CacheLink:
         self._probe: Pending | None = None  # outstanding while the server is too slow
         self._first_namespace: NamespaceId | None = None  # of which there may be old blocks
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
+        self._followed: NamespaceId | None = None  # told to every new server
         self._resets: dict[NamespaceId, Pending | None] = {}  # until they are answered
 
     @property
     def ready(self) -> bool:
         """Whether there is a server that answers."""
         return self._welcomed and self._probe is None
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a server, as far as is known here."""
+        return self._welcomed
 
     def connect(self, timeout_seconds: float) -> None:
         """Wait for the first connection, and a moment for the workers to map the host tier.
@@ -132,6 +138,21 @@ class CacheLink:
         self._namespaces = {namespace: parts}
         self.submit(p.Register(namespace, parts))
 
+    def follow(self, namespace: NamespaceId) -> None:
+        """Hear what becomes of *namespace*, and of no other, by ``take_changed``."""
+        self._followed = namespace
+        self.submit(p.Follow(namespace))
+
+    def take_changed(self) -> list[p.Changed]:
+        """What this server has told since the last call of what is followed, or was before."""
+        if self._client is None or not self._welcomed:
+            return []
+        try:
+            return self._client.take_changed()
+        except KVStrataError as e:
+            self._drop(e)
+            return []
+
     def reset(self, namespace: NamespaceId) -> None:
         """Drop *namespace*, now or as soon as there is a server; asked until it is answered.
 
@@ -188,6 +209,8 @@ class CacheLink:
             self._resets[namespace] = self.submit(p.Reset(0, namespace))
         for namespace, parts in self._namespaces.items():
             self.submit(p.Register(namespace, parts))
+        if self._followed is not None:
+            self.submit(p.Follow(self._followed))
 
     def _drop(self, error: Exception) -> None:
         if self._client is not None:

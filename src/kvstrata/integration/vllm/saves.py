@@ -110,8 +110,12 @@ class Saves:
             self._link.submit(p.Launch([save.task_id for save in plans]))
         return plans
 
-    def ended(self, done: dict[int, int], failed: dict[int, int]) -> None:
-        """Workers report: *done* task id → number of workers, *failed* → blocks that are whole."""
+    def ended(self, done: dict[int, int], failed: dict[int, int]) -> list[BlockKey]:
+        """Workers report: *done* task id → number of workers, *failed* → blocks that are whole.
+
+        Returns the last block of each save that the server can count on now.
+        """
+        saved = []
         for task_id, workers in done.items():
             save = self._running.get(task_id)
             if save is None:
@@ -132,6 +136,8 @@ class Saves:
             else:
                 self._link.submit(p.Complete([task_id]))
             self.know(save.keys[: save.whole_blocks])
+            saved.append(save.keys[save.whole_blocks - 1])
+        return saved
 
     def know(self, keys: Iterable[BlockKey]) -> None:
         """The server has these: they need not be offered."""

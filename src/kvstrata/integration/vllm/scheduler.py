@@ -9,6 +9,7 @@ from functools import partial
 
 from blake3 import blake3
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -19,6 +20,7 @@ from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.core.types import EXACT, NAMESPACE_ID_BYTES, NamespaceId
 from kvstrata.integration.vllm.blocks import BlockMath, HeldBlocks
+from kvstrata.integration.vllm.events import kv_events
 from kvstrata.integration.vllm.fingerprint import namespace_id
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.loads import Loads
@@ -92,6 +94,9 @@ class SchedulerHalf:
             )
         self._link = CacheLink(config, identity.socket, hello, server)
         self._link.register(self._namespace, self._parts)
+        self._events = kv_events(vllm_config, kv_cache_config, self._math, self._link)
+        if self._events is not None:
+            self._events.follow(self._namespace)
         self._loads = Loads(
             config, self._math, self._link, world_size=self._world_size, limit=self._limit
         )
@@ -151,7 +156,9 @@ class SchedulerHalf:
 
     def worker_report(self, report: WorkerReport) -> None:
         self._saves.doubt(self._loads.ended(report.load_done, report.load_failed))
-        self._saves.ended(report.saved, report.save_failed)
+        saved = self._saves.ended(report.saved, report.save_failed)
+        if self._events is not None:
+            self._events.expect(saved)
 
     def finished(self, request: Request, block_ids: list[int]) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
@@ -165,8 +172,18 @@ class SchedulerHalf:
         self._loads.finished(request.request_id)
 
     @property
-    def busy(self) -> bool:
+    def holds_blocks(self) -> bool:
+        """Whether device blocks wait for their save to end."""
         return self._saves.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must go on stepping, whatever its requests do."""
+        return self._saves.busy or (self._events is not None and self._events.busy)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What has become of blocks that this engine can load, if vLLM publishes KV events."""
+        return self._events.take() if self._events is not None else []
 
     def reset(self) -> None:
         """``reset_cache``: nothing from before is found again, neither by this engine nor later.
@@ -183,6 +200,8 @@ class SchedulerHalf:
         self._namespace = _derived(self._base, epoch)
         self._link.reset(old)
         self._link.register(self._namespace, {**self._parts, "epoch": epoch.hex()})
+        if self._events is not None:
+            self._events.follow(self._namespace)
 
     def close(self) -> None:
         self._link.close()
@@ -215,9 +234,12 @@ class SchedulerHalf:
         end = min(computed_tokens // math.tokens, math.known_blocks(tracked.request))
         if end <= tracked.offered_blocks:
             return
+        first = tracked.offered_blocks
         tracked.offered_blocks = self._saves.offer(
-            tracked.request, self._namespace, block_ids(), tracked.offered_blocks, end
+            tracked.request, self._namespace, block_ids(), first, end
         )
+        if self._events is not None:
+            self._events.describe(tracked.request, first, tracked.offered_blocks)
 
     def _warn_of_policy(self, policy: str) -> None:
         if policy == "fail" and self._loads_wanted:
