@@ -1,0 +1,143 @@
+"""The Mooncake library in a process of its own: started, joined to the pool, ended."""
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from kvstrata.core.errors import FaultCause, TierUnavailable
+from kvstrata.storage.remote.mooncake_wire import (
+    Answer,
+    Failed,
+    Joined,
+    Loaded,
+    Orders,
+    Request,
+    Setup,
+    receive,
+    send,
+)
+
+__all__ = ["LibraryProcess", "start_agent"]
+
+_JOIN_SECONDS: Final = 60.0  # RDMA pins the host tier in them
+
+
+def start_agent(orders: Orders) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """A process that follows *orders*, and the socket that it lives as long as."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "kvstrata.storage.remote.mooncake_agent",
+                msgspec.json.encode(orders).decode(),
+                str(theirs.fileno()),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno(), *(fd for fd, _ in orders.memories)],
+            start_new_session=True,  # a Ctrl-C at the terminal is not for it
+        )
+    return process, ours
+
+
+class LibraryProcess:
+    """One life of the process. ``ended_by`` says why it was ended, once it was.
+
+    ``call`` and ``kill`` may be used from any thread; the rest needs a lock around it.
+    """
+
+    def __init__(self, orders: Orders, name: str) -> None:
+        self._name = name
+        self.started_at = time.monotonic()
+        self.ended_by: FaultCause | None = None
+        self.master_address: str | None = None  # in numbers; known once it has joined the pool
+        self._is_loaded = False
+        self._joining: socket.socket | None = None  # the lane on which it says that it has
+        self._process, self._life = start_agent(orders)
+
+    def load(self, deadline: float) -> None:
+        """Wait until the library is loaded; ``TierUnavailable`` if it is not, ``io`` if it cannot."""
+        if self._is_loaded:
+            return
+        try:
+            news = receive(self._life, Loaded | Failed, deadline)
+        except TimeoutError as e:
+            raise self._fault("the library takes too long to load", "timeout") from e
+        except (EOFError, OSError) as e:
+            raise self._gone() from e
+        if isinstance(news, Failed):
+            self.kill(news.cause)
+            raise self._fault(f"the library cannot be loaded: {news.message}", news.cause)
+        self._is_loaded = True
+
+    def join(self, deadline: float) -> None:
+        """Join the pool, or go on waiting for what an earlier call began.
+
+        Raises ``TierUnavailable``. If it was not *deadline* that ended it, so has the process.
+        """
+        self.load(deadline)
+        if self._joining is None:
+            self._joining = self.open_lane()
+            with suppress(OSError):  # then the answer does not come either
+                send(self._joining, Setup(), deadline)
+        try:
+            answer = receive(self._joining, Joined | Failed, deadline)
+        except TimeoutError as e:
+            if time.monotonic() - self.started_at > _JOIN_SECONDS:
+                self.kill("timeout")
+            raise self._fault("does not answer in time", "timeout") from e
+        except (EOFError, OSError) as e:
+            raise self._gone() from e
+        if isinstance(answer, Failed):
+            self.kill(answer.cause)
+            raise self._fault(answer.message, answer.cause)
+        self.master_address = answer.address
+
+    def open_lane(self) -> socket.socket:
+        """A channel for one call at a time; the caller closes it."""
+        ours, theirs = socket.socketpair()
+        with theirs, suppress(OSError):  # if the process is gone, the lane says so
+            socket.send_fds(self._life, [b"l"], [theirs.fileno()])
+        return ours
+
+    def call(self, lane: socket.socket, request: Request, deadline: float) -> list[int]:
+        """The library's answer to *request*.
+
+        Raises ``TimeoutError`` at *deadline*: the call goes on in the process, and *lane* is of
+        no more use. ``TierUnavailable`` if the process is gone, or has gone wrong and is ended.
+        """
+        try:
+            send(lane, request, deadline)
+            answer: Answer = receive(lane, Answer, deadline)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as e:
+            raise self._gone() from e
+        return answer.codes
+
+    def kill(self, cause: FaultCause) -> None:
+        """End it. Nothing of it touches shared memory when this returns. May be called again."""
+        if self.ended_by is None:
+            self.ended_by = cause
+        self._process.kill()
+        self._process.wait()  # after SIGKILL; with a deadline it might write into slots later
+        self._life.close()
+        if self._joining is not None:
+            self._joining.close()
+
+    def _gone(self) -> TierUnavailable:
+        """It is heard no more: make sure that it has ended, and say why."""
+        ended_by_us = self.ended_by is not None
+        self.kill("unreachable")
+        assert self.ended_by is not None
+        reason = "its library was stopped" if ended_by_us else "its library has died"
+        return self._fault(reason, self.ended_by)
+
+    def _fault(self, reason: str, cause: FaultCause) -> TierUnavailable:
+        return TierUnavailable(f"{self._name}: {reason}", cause=cause)

@@ -1,0 +1,222 @@
+"""A Mooncake pool of one master and one node, in a network of its own."""
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from tests.remote.mooncake_metadata import Metadata
+from tests.remote.own_network import own_network
+from tests.remote.proxy import Fault, Proxy
+from tests.remote.subject import RemoteEngine, answers, free_port, wait_until
+
+from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
+from kvstrata.storage.remote.mooncake import MooncakeNode, MooncakeStore
+from kvstrata.storage.remote.value import MAGIC
+
+_SEGMENT_BYTES: Final = 64 << 20
+_PREFIX: Final = "kvstrata"
+_NODE: Final = {  # its environment
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+}
+
+
+class _AlsoFaulty(Proxy):
+    """A proxy that does what *leader* does: both stand for the same network."""
+
+    def __init__(self, leader: Proxy, target: tuple[str, int]) -> None:
+        self._leader = leader
+        super().__init__(target)
+
+    @property
+    def fault(self) -> Fault:
+        return self._leader.fault
+
+    @fault.setter
+    def fault(self, fault: Fault) -> None:
+        self._leader.fault = fault
+
+    @property
+    def after_bytes(self) -> int:
+        return self._leader.after_bytes
+
+    @after_bytes.setter
+    def after_bytes(self, count: int) -> None:
+        self._leader.after_bytes = count
+
+    @property
+    def bytes_per_second(self) -> int:
+        return self._leader.bytes_per_second
+
+    @bytes_per_second.setter
+    def bytes_per_second(self, number: int) -> None:
+        self._leader.bytes_per_second = number
+
+
+class MooncakeEngine(RemoteEngine):
+    """Its servers listen on every address, hence the network: ``start`` enters, ``stop`` leaves."""
+
+    can_evict: ClassVar[bool] = True
+    has_credentials: ClassVar[bool] = False
+
+    def __init__(self, *, handshake: bool = False) -> None:
+        """*handshake*: nodes ask each other, as by default, and not a metadata server. A proxy
+        can only be told of with one.
+        """
+        self._handshake = handshake
+
+    def start(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._stack.enter_context(own_network())
+        self._proxies: list[Proxy] = []
+        self._metadata = Metadata()
+        self._stack.callback(self._metadata.close)
+        self._stack.callback(self._end)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.port = free_port()
+        self._metrics_port = free_port()
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self._metadata.data_port(self._segment)
+
+    def open(
+        self,
+        *,
+        block_bytes: int,
+        proxy: Proxy | None = None,
+        host: str | None = None,
+        wrong_credentials: bool = False,  # it knows none
+        ttl_seconds: float | None = None,  # nor this
+        timeout_seconds: float = 1.0,
+    ) -> MooncakeStore:
+        port = self.port
+        if proxy is not None:
+            self._proxies.append(proxy)
+            to_master = _AlsoFaulty(proxy, ("127.0.0.1", self.port))
+            self._stack.callback(to_master.close)
+            port = to_master.port
+        return MooncakeStore(
+            f"mooncake://{host or '127.0.0.1'}:{port}",
+            block_bytes=block_bytes,
+            timeout_seconds=timeout_seconds,
+            node=MooncakeNode(metadata=self.metadata(proxy), prefix=_PREFIX),
+        )
+
+    def metadata(self, proxy: Proxy | None = None) -> str:
+        """What a member of the pool needs to find the others."""
+        return "P2PHANDSHAKE" if self._handshake else self._metadata.url(proxy.port if proxy else 0)
+
+    def pids(self) -> Sequence[int]:
+        return [process.pid for process in self._processes]
+
+    def kill(self) -> None:
+        self._end()
+
+    def restart(self) -> None:
+        self._metadata.forget()
+        self._start()
+        for proxy in self._proxies:
+            proxy.target = self.address()
+
+    def stop(self) -> None:
+        self._stack.close()
+
+    def raw(self, key: StoreKey) -> bytes | None:
+        return self.get(_name(key))
+
+    def put_raw(self, key: StoreKey, value: bytes) -> None:
+        self.put(_name(key), value or MAGIC[:1])  # a pool holds no empty object
+
+    def fill(self) -> None:
+        self._command("fill", "", bytes(1 << 10))
+
+    def get(self, name: str) -> bytes | None:
+        value = self._command("get", name)
+        return None if value is None else base64.b64decode(str(value))
+
+    def put(self, name: str, value: bytes) -> None:
+        """Replace the object *name*."""
+        code = self._command("put", name, value)
+        assert code == 0, f"the pool does not take {len(value)} bytes: {code}"
+
+    def _command(self, command: str, name: str, value: bytes = b"") -> Any:
+        """Let the node do something: it is in the pool as any other."""
+        line = json.dumps([command, name, base64.b64encode(value).decode()])
+        assert self._node.stdin is not None
+        self._node.stdin.write(line.encode() + b"\n")
+        self._node.stdin.flush()
+        return self._answer()
+
+    def _start(self) -> None:
+        self._start_master()
+        program = Path(__file__).with_name("mooncake_pool_node.py")
+        arguments = [f"127.0.0.1:{self.port}", self.metadata(), str(_SEGMENT_BYTES)]
+        with (self._folder / "node.log").open("ab") as log:
+            self._node = subprocess.Popen(
+                [sys.executable, program, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | _NODE,
+            )
+        self._processes.append(self._node)
+        code, self._segment = self._answer()
+        assert code == 0, f"the node does not join ({code}): see {self._folder}/node.log"
+
+    def _start_master(self) -> None:
+        program = Path(sys.executable).with_name("mooncake_master")
+        assert program.exists(), "pip install mooncake-transfer-engine-non-cuda"
+        arguments = [
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._metrics_port}",
+            "--client_ttl=60",  # else a node that was paused is forgotten
+            "--put_start_discard_timeout_sec=1",  # what a writer that was ended leaves behind
+            "--eviction_high_watermark_ratio=0.8",
+        ]
+        with (self._folder / "master.log").open("ab") as log:
+            master = subprocess.Popen([program, *arguments], stdout=log, stderr=log)
+        self._processes.append(master)
+        wait_until(lambda: answers("127.0.0.1", self.port), master, "mooncake_master")
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
+        self._processes.clear()
+
+    def _answer(self) -> Any:
+        assert self._node.stdout is not None
+        line = self._node.stdout.readline()
+        assert line, (
+            f"the node has ended: see {self._folder}/node.log, and "
+            "apt-get install libibverbs1 libnuma1 libcurl4"
+        )
+        return json.loads(line)
+
+    def signal_node(self, number: signal.Signals) -> None:
+        """To the node alone: the master goes on."""
+        os.kill(self._node.pid, number)
+
+
+def _name(key: StoreKey) -> str:
+    return f"{_PREFIX}/{key[:NAMESPACE_ID_BYTES].hex()}/{key[NAMESPACE_ID_BYTES:].hex()}"
