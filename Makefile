@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test lint format unit nightly fuzz bench-vllm-hit clean
+.PHONY: help .venv servers demo test lint format unit nightly fuzz bench-vllm-hit clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -24,11 +24,14 @@ help: ## List the targets
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+servers: .venv ## The servers that the tests start: Redis, Mooncake, azurite
+	@scripts/test_servers.sh
+
 demo: .venv ## See the cache work, in a few minutes
 	$(BIN)/kvstrata demo
 
 PROCESSES ?= 2
-test: lint ## Every check: lint, then the whole test suite, in PROCESSES (2) at a time
+test: lint servers ## Every check: lint, then the whole test suite, in PROCESSES (2) at a time
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: .venv ## Static checks

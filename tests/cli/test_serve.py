@@ -12,6 +12,7 @@ from kvstrata.cli.diagnosis import check_disk
 from kvstrata.cli.main import app
 from kvstrata.core.config import Config
 from kvstrata.core.load import load_config
+from kvstrata.core.remote_tiers import ValkeyTier
 from kvstrata.core.tiers import DiskTier, SharedTier
 
 PLENTY = str(10**15)
@@ -105,6 +106,15 @@ def test_disks_and_a_shared_directory(tmp_path: Path) -> None:
     assert found.disk_tier is not None
     assert found.disk_tier.paths == (tmp_path / "a", tmp_path / "b")
     assert found.lowest_tier == SharedTier(path=tmp_path / "c", capacity=4 * 2**20)
+
+
+def test_an_option_puts_an_engine_below(tmp_path: Path) -> None:
+    file = tmp_path / "kvstrata.yaml"
+    file.write_text(f"tiers: host:1MiB | shared:{tmp_path}/c:4MiB\n")
+    url = "valkey://cache:6379?timeout_seconds=1"
+    found = settings("model", "--config", str(file), "--remote", url)
+    assert found.host_tier.capacity == 2**20
+    assert found.lowest_tier == ValkeyTier(url="valkey://cache:6379", timeout_seconds=1)
 
 
 def test_an_option_replaces_its_tier_and_leaves_the_other_of_the_file(tmp_path: Path) -> None:

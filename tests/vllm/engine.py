@@ -47,6 +47,7 @@ class Ask:
     prompt: tuple[int, ...]
     new_tokens: int = 4
     at_step: int = 0  # of the engine, counted in its outputs, when it arrives
+    transfer: Mapping[str, Any] | None = None  # its kv_transfer_params
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ class Engine:
     log: Path
     transfer: Mapping[str, Any] | None = None  # vLLM's kv_transfer_config without the names
     settings: Mapping[str, Any] = field(default_factory=dict)
+    command: Sequence[str] = ()  # that runs it, as in a network of its own
 
     def __post_init__(self) -> None:
         self._tag = f"ENGINE_UNDER_TEST={uuid.uuid4()}"
         name, value = self._tag.split("=")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__],
+                [*self.command, sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -417,7 +419,11 @@ class _Child:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            max_tokens=ask["new_tokens"], temperature=0, ignore_eos=True, detokenize=False
+            max_tokens=ask["new_tokens"],
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=ask["transfer"] and {"kv_transfer_params": ask["transfer"]},
         )
         self._engine.add_request(ask["id"], {"prompt_token_ids": ask["prompt"]}, params)
 

@@ -308,8 +308,12 @@ class Engine:
 
         eventually(counted, "scheduler and worker do not come")
 
-    def add(self, name: str, prompt: list[int], tokens: int) -> Request:
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    def add(
+        self, name: str, prompt: list[int], tokens: int, transfer: dict[str, Any] | None = None
+    ) -> Request:
+        """*transfer*: the request's ``kv_transfer_params``."""
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra)
         sampling.update_from_generation_config({}, 99_999)
         request = Request(
             name, prompt, sampling, None, block_hasher=get_request_block_hasher(4, sha256)
@@ -599,6 +603,28 @@ def test_another_engine_loads_what_the_first_has_saved(bench: Bench) -> None:
     first, second = bench.engine(), bench.engine(asynchronous=True)
     first.serve("a", prompt(1, 60), 30)
     assert second.serve("b", prompt(1, 60) + continuation(prompt(1, 60), 30), 4) == 88
+
+
+def test_request_that_awaits_its_blocks_loads_them_when_they_come(bench: Bench) -> None:
+    """The decode half of a pair: it is asked before the other engine has saved anything."""
+    first, second = bench.engine(), bench.engine()
+    second.add("b", prompt(1, 64), 4, {"kvstrata_wait_seconds": PATIENCE_SECONDS})
+    for _ in range(20):
+        second.step()
+    assert second.requests["b"].num_computed_tokens == 0
+    first.serve("a", prompt(1, 64), 1)
+    second.run()
+    assert second.runner.loaded_tokens["b"] == 64
+    assert list(second.requests["b"].output_token_ids) == continuation(prompt(1, 64), 4)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.05, -1, 1e9, "2", True, None, float("nan")])
+def test_request_whose_blocks_do_not_come_is_computed(bench: Bench, seconds: object) -> None:
+    engine = bench.engine()
+    request = engine.add("a", prompt(1, 64), 4, {"kvstrata_wait_seconds": seconds})
+    engine.run()
+    assert list(request.output_token_ids) == continuation(prompt(1, 64), 4)
+    assert not engine.half._loads._awaits._until
 
 
 def test_load_begins_within_a_block_where_the_device_has_its_beginning(bench: Bench) -> None:

@@ -146,6 +146,12 @@ class ValkeyTier(RemoteTier):
         description="What the names of all keys begin with. Give all nodes the same.",
         examples=["kvstrata"],
     )
+    database: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, le=99_999)] = Field(
+        default=0, description="Number of the database; a cluster has only 0.", examples=["1"]
+    )
+    username: _Name | None = Field(
+        default=None, description="Whom to log in as, in place of one in the URL.", examples=["kv"]
+    )
     password_file: _File | None = Field(
         default=None,
         description="Absolute path of a file that holds the password, in place of one in the URL.",

@@ -123,7 +123,8 @@ class Gets:
             searched = searched if len(unknown) else None
         self._count_lookup(task, len(lookup.keys) - (len(unknown) if searched else 0))
         if not len(task.ids) and searched is None:
-            return TaskStatus(0, TaskState.DONE), lambda: None
+            nothing = TaskStatus(0, TaskState.DONE, declined_blocks=task.declined_blocks)
+            return nothing, lambda: None
         if searched is not None:
             task.state = TaskState.SEARCHING
         elif self._is_waiting(task):
@@ -193,6 +194,7 @@ class Gets:
             matched_blocks=len(task.ids),
             disk_blocks=task.disk_blocks,
             remote_blocks=task.remote_blocks,
+            declined_blocks=task.declined_blocks,
         )
 
     @contextmanager
@@ -243,6 +245,7 @@ class Gets:
             plan, arrivals = self._fetch(task, lookup, ids)
         taken = ids[: plan.blocks]
         task.ids = np.concatenate([task.ids, taken]) if len(task.ids) else taken
+        task.declined_blocks += len(ids) - plan.blocks
         self._cache.touch(task.ids)
         self._explain(task, lookup, len(ids), plan)
         return arrivals

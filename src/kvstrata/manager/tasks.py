@@ -104,9 +104,10 @@ class TaskStatus(msgspec.Struct, frozen=True):
     slots: list[int] = []
     generations: list[int] = []  # of the slots, to be checked before and after a copy
     missing: list[int] = []  # put only: indices into the keys asked for
-    matched_blocks: int = 0  # get only: blocks found in any tier
+    matched_blocks: int = 0  # get only: leading blocks found in any tier, and taken
     disk_blocks: int = 0  # get only: how many of them had to come from disk
     remote_blocks: int = 0  # get only: and how many from the remote tier
+    declined_blocks: int = 0  # get only: found behind the matched ones and not worth loading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +143,7 @@ class GetTask:
     state: TaskState = TaskState.READY
     disk_blocks: int = 0
     remote_blocks: int = 0
+    declined_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -229,6 +229,7 @@ class Status(msgspec.Struct, array_like=True, frozen=True):
     matched_blocks: int
     disk_blocks: int
     remote_blocks: int
+    declined_blocks: int
 
 
 class Task(msgspec.Struct, tag=True, array_like=True):
@@ -380,6 +381,7 @@ def pack(status: TaskStatus) -> Status:
         status.matched_blocks,
         status.disk_blocks,
         status.remote_blocks,
+        status.declined_blocks,
     )
 
 
@@ -394,6 +396,7 @@ def unpack(status: Status) -> TaskStatus:
         status.matched_blocks,
         status.disk_blocks,
         status.remote_blocks,
+        status.declined_blocks,
     )
 
 

@@ -202,7 +202,7 @@ class StorageEngine:
                 tier.path, block_bytes=kept_bytes, capacity_bytes=tier.capacity
             )
         else:
-            store = open_remote(tier, block_bytes=kept_bytes, memory=memory.all)
+            store = open_remote(tier, block_bytes=kept_bytes, memory=memory.mapping)
         if not tier.compress:
             return store
         try:

@@ -86,11 +86,6 @@ class HostMemory:
         """The ``block_bytes`` bytes of *slot*, writable."""
         return memoryview(self.mapping.data[slot])[: self.block_bytes]
 
-    @property
-    def all(self) -> memoryview:
-        """The bytes of all slots, one behind the other."""
-        return self.mapping.data.data.cast("B")
-
     def usage(self) -> HostUsage:
         """How the bytes are used; once closed nothing is backed."""
         fd, total_bytes = self.mapping.fd, self.mapping.total_bytes

@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.integration.vllm.awaits import Awaits
 from kvstrata.integration.vllm.blocks import BlockMath
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.metadata import Load
@@ -17,6 +18,7 @@ from kvstrata.manager.tasks import UNSETTLED, TaskState, TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
 
+_ASK_AGAIN_SECONDS: Final = 0.01  # for blocks that are awaited
 _STALE_SECONDS: Final = 20.0  # after that, and the time to load, leases may be near their end
 
 
@@ -34,6 +36,13 @@ class _Lookup:
     @property
     def status(self) -> TaskStatus | None:
         return self.pending.status
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every block that was asked for was found."""
+        status = self.status
+        found = 0 if status is None else status.matched_blocks + status.declined_blocks
+        return found == len(self.keys)
 
     @property
     def age_seconds(self) -> float:
@@ -66,6 +75,7 @@ class Loads:
         self._limit = limit  # lookups held for requests that wait in vLLM's queue
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
+        self._awaits = Awaits()
         self._refused: set[str] = set()  # requests whose load failed once: computed from then on
         self._planned: list[Load] = []
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
@@ -78,7 +88,8 @@ class Loads:
     def match(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
         """Tokens beyond *computed* that can be loaded; None to be asked again.
 
-        Waits ``lookup_wait_seconds`` for the answer, once a lookup.
+        Waits ``lookup_wait_seconds`` for the answer, once a lookup. A request that awaits blocks
+        which another engine is about to store (``Awaits``) asks until it has them all.
         """
         if not self._may_load(request) or not self._link.ready:
             return 0
@@ -89,6 +100,11 @@ class Loads:
         if lookup.connection != self._link.number:
             return 0
         if not self._settled(lookup):
+            return None
+        if self._awaits.is_on(request) and not lookup.is_whole:
+            if lookup.age_seconds > _ASK_AGAIN_SECONDS:
+                self._drop(request.request_id)
+                self._ask(request, namespace, computed)
             return None
         if lookup.status is None or not lookup.status.slots:
             return 0
@@ -178,6 +194,7 @@ class Loads:
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that still runs is ended by the workers."""
         self._drop(request_id)
+        self._awaits.finished(request_id)
         self._refused.discard(request_id)
         self._sources.pop(request_id, None)
         for load in self._running.values():

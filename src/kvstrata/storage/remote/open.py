@@ -1,16 +1,80 @@
 """Makes the store of a remote tier."""
 
+from pathlib import Path
+
 from kvstrata.core.errors import ConfigError
-from kvstrata.core.remote_tiers import RemoteTier
+from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, RemoteTier, ValkeyTier
+from kvstrata.storage.mapping import HostMapping
+from kvstrata.storage.remote.object_access import ObjectAccess
+from kvstrata.storage.remote.object_store import ObjectStore
+from kvstrata.storage.remote.valkey import ValkeyStore
+from kvstrata.storage.remote.valkey_address import Login, TlsFiles, ValkeyAccess
 from kvstrata.storage.store import Store
 
 __all__ = ["open_remote"]
 
 
-def open_remote(tier: RemoteTier, *, block_bytes: int, memory: memoryview | None) -> Store:
-    """A store of values of up to *block_bytes* on the engine that *tier* names; no I/O.
+def open_remote(tier: RemoteTier, *, block_bytes: int, memory: HostMapping | None) -> Store:
+    """A store of values of up to *block_bytes* on the engine that *tier* names; asks nobody.
 
     *memory* is the host tier, between which and the engine bytes move. Raises ``ConfigError`` if
     a package is missing or a setting is wrong.
     """
-    raise ConfigError(f"the {tier.kind} tier is not available in this version of KVStrata")
+    match tier:
+        case ObjectTier():
+            return _objects(tier, block_bytes)
+        case ValkeyTier():
+            return _valkey(tier, block_bytes)
+        case MooncakeTier():
+            return _mooncake(tier, block_bytes, memory)
+    raise ConfigError(f"there is no store for a {tier.kind} tier")
+
+
+def _objects(tier: ObjectTier, block_bytes: int) -> Store:
+    return ObjectStore(
+        tier.url,
+        block_bytes=block_bytes,
+        ttl_seconds=tier.ttl_seconds,
+        timeout_seconds=tier.timeout_seconds,
+        access=ObjectAccess(
+            endpoint=tier.endpoint,
+            region=tier.region,
+            anonymous=tier.anonymous,
+            sign_payload=tier.sign_payload,
+            parallel=tier.parallel,
+        ),
+    )
+
+
+def _valkey(tier: ValkeyTier, block_bytes: int) -> Store:
+    password = None if tier.password_file is None else _secret(tier.password_file)
+    url = tier.url
+    if tier.database:
+        url += f"?db={tier.database}" if url.startswith("unix:") else f"/{tier.database}"
+    return ValkeyStore(
+        url,
+        block_bytes=block_bytes,
+        ttl_seconds=tier.ttl_seconds,
+        timeout_seconds=tier.timeout_seconds,
+        access=ValkeyAccess(
+            login=Login(tier.username, password),
+            tls=TlsFiles(tier.tls_ca_file, tier.tls_cert_file, tier.tls_key_file),
+            cluster=tier.cluster,
+            sentinel=tier.sentinel,
+            prefix=tier.prefix,
+        ),
+    )
+
+
+def _mooncake(tier: MooncakeTier, block_bytes: int, memory: HostMapping | None) -> Store:
+    raise ConfigError("the mooncake tier is not available in this version of KVStrata")
+
+
+def _secret(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"the password file {path} of the valkey tier cannot be read: {e}",
+            hint="check `password_file`, and that this user may read it",
+        ) from e

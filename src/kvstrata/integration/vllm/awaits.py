@@ -1,0 +1,52 @@
+"""Requests that wait for blocks which another engine is about to store: the decode half of P/D."""
+
+import logging
+import time
+from typing import Final
+
+from vllm.v1.request import Request
+
+__all__ = ["Awaits"]
+
+_log = logging.getLogger(__name__)
+
+_KEY: Final = "kvstrata_wait_seconds"
+_MOST_SECONDS: Final = 60.0
+
+
+class Awaits:
+    """Until when each request waits: ``kv_transfer_params: {"kvstrata_wait_seconds": 2}``.
+
+    From the first time that the scheduler asks for it, 60 seconds at most. A value that is no
+    such number is logged and counts as 0: a request is never refused for it.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def is_on(self, request: Request) -> bool:
+        """Whether *request* waits at this moment."""
+        params = request.kv_transfer_params
+        if not params or _KEY not in params:
+            return False
+        until = self._until.get(request.request_id)
+        if until is None:
+            until = time.monotonic() + _seconds(params[_KEY])
+            self._until[request.request_id] = until
+        return time.monotonic() < until
+
+    def finished(self, request_id: str) -> None:
+        self._until.pop(request_id, None)
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 <= value <= _MOST_SECONDS:  # as no NaN is
+            return float(value)
+    _log.warning(
+        "%s in kv_transfer_params is %.50r and not a number of seconds from 0 to %d: not waited",
+        _KEY,
+        value,
+        _MOST_SECONDS,
+    )
+    return 0.0

@@ -1,0 +1,145 @@
+"""Two nodes, each with an engine and a server of its own, that share blocks through Valkey."""
+
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.remote.networks import Network
+from tests.remote.nodes import cache_server, valkey
+from tests.vllm.engine import Answer, Ask, Engine, report_of, wait_until
+from tests.vllm.oracle import Oracle, random_prompt
+
+pytestmark = pytest.mark.vllm
+
+TOKENS_PER_BLOCK = 64
+AWAITING = {"kvstrata_wait_seconds": 60}
+
+
+@dataclass
+class Nodes:
+    """The engine of one computes prompts, that of the other answers."""
+
+    network: Network
+    prefill: Engine
+    decode: Engine
+    prefill_socket: Path
+    decode_socket: Path
+
+    def is_written(self) -> bool:
+        report = report_of(self.prefill_socket)
+        return not report.running_puts and not any(tier.waiting_blocks for tier in report.tiers)
+
+
+@pytest.fixture(scope="module")
+def nodes(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    folder = tmp_path_factory.mktemp("nodes")
+    with ExitStack() as stack:
+        network = stack.enter_context(Network("prefill", "decode"))
+        tier = stack.enter_context(valkey(network, folder)) + "?missing_seconds=0.05"
+        sockets = {
+            name: stack.enter_context(
+                cache_server(network, name, tier, folder / f"{name}.log", "--host-size", "64MiB")
+            )
+            for name in ("prefill", "decode")
+        }
+
+        def engine(name: str, role: str) -> Engine:
+            extra: dict[str, Any] = {
+                "server": "attached",
+                "socket": str(sockets[name]),
+                "tokens_per_block": TOKENS_PER_BLOCK,
+                "lookup_timeout_seconds": 30,
+                "remote_lookup_seconds": 10,
+                "load_timeout_seconds": 10,
+            }
+            transfer = {
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra,
+            }
+            # Apart: an engine that waits would take the other's threads their cores.
+            core = cores[len(engines) % len(cores)]
+            here = ["VLLM_HOST_IP=127.0.0.1", f"VLLM_CPU_OMP_THREADS_BIND={core}"]
+            command = [*network.command(name), "env", *here]
+            log = folder / f"{name}-engine.log"
+            engines.append(Engine(tiny_llama, log, transfer, command=command))
+            return stack.enter_context(engines[-1])
+
+        engines: list[Engine] = []
+        cores = sorted(os.sched_getaffinity(0))
+        prefill, decode = engine("prefill", "kv_producer"), engine("decode", "kv_consumer")
+        yield Nodes(network, prefill, decode, sockets["prefill"], sockets["decode"])
+
+
+def _ask(engine: Engine, oracle: Oracle, ask: Ask) -> Answer:
+    engine.reset_prefix_cache()
+    answers = engine.run([ask])
+    oracle.check([ask], answers)
+    return answers[ask.id]
+
+
+def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(nodes: Nodes, oracle: Oracle) -> None:
+    rng = random.Random(1)
+    for tokens in (64, 300, 1400):
+        prompt = random_prompt(rng, tokens)
+        _ask(nodes.prefill, oracle, Ask(f"made-{tokens}", prompt, 1))
+        wait_until(nodes.is_written, "blocks do not reach the engine that nodes share")
+        answer = _ask(nodes.decode, oracle, Ask(f"used-{tokens}", prompt, 6))
+        assert answer.cached_tokens == tokens // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+    counters = report_of(nodes.decode_socket).counters
+    assert counters["kvstrata_promoted_blocks_total{tier=remote}"] == 1 + 4 + 21
+
+
+def test_a_decode_node_that_is_asked_at_once_awaits_the_prompt(
+    nodes: Nodes, oracle: Oracle
+) -> None:
+    prompt = random_prompt(random.Random(2), 1000)
+    for engine in (nodes.prefill, nodes.decode):
+        engine.reset_prefix_cache()
+    made, used = Ask("prefill", prompt, 1), Ask("decode", prompt, 6, transfer=AWAITING)
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(nodes.decode.run, [used])
+        nodes.prefill.run([made])
+        answers = answering.result()
+    oracle.check([used], answers)
+    assert answers["decode"].cached_tokens == 960
+
+
+def test_both_nodes_answer_while_what_they_share_is_away(nodes: Nodes, oracle: Oracle) -> None:
+    prompt = random_prompt(random.Random(3), 500)
+    _ask(nodes.prefill, oracle, Ask("before", prompt, 1))
+    wait_until(nodes.is_written, "blocks do not reach the engine that nodes share")
+    (pid,) = _redis(nodes.network)
+    signal_to = ["kill", f"-{signal.SIGSTOP.value}", str(pid)]
+    subprocess.run(signal_to, check=True)
+    try:
+        _ask(nodes.decode, oracle, Ask("during", prompt, 6))
+        _ask(nodes.prefill, oracle, Ask("other", random_prompt(random.Random(4), 500), 1))
+    finally:
+        subprocess.run(["kill", f"-{signal.SIGCONT.value}", str(pid)], check=True)
+    wait_until(nodes.is_written, "what was saved meanwhile is not written")
+    attempts = iter(range(100))
+
+    def is_found() -> bool:
+        ask = Ask(f"after-{next(attempts)}", prompt, 6)
+        return _ask(nodes.decode, oracle, ask).cached_tokens == 448
+
+    wait_until(is_found, "the tier does not heal")
+
+
+def _redis(network: Network) -> list[int]:
+    found = subprocess.run(
+        ["ip", "netns", "pids", network.command("hub")[-1]],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return [int(pid) for pid in found.stdout.split()]
