@@ -8,7 +8,7 @@ from typing import Self
 import pytest
 from tests.caches import ALICE, BLOCK_BYTES, PATIENCE_SECONDS, content, eventually, keys
 from tests.remote.networks import Network
-from tests.remote.nodes import Start, cache_server, objects, valkey
+from tests.remote.nodes import Start, cache_server, mooncake, objects, valkey
 from tests.server.harness import engine, worker_hello
 
 from kvstrata.core.types import BlockKey
@@ -76,7 +76,7 @@ class Node:
         return self.report().counters[f"kvstrata_{name}"]
 
 
-@pytest.mark.parametrize("start", [valkey, objects])
+@pytest.mark.parametrize("start", [valkey, objects, mooncake])
 def test_what_one_node_has_computed_is_a_hit_of_the_other(start: Start, tmp_path: Path) -> None:
     with ExitStack() as stack:
         network = stack.enter_context(Network("a", "b"))

@@ -40,9 +40,9 @@ class Awaits:
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if 0 <= value <= _MOST_SECONDS:  # as no NaN is
-            return float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and 0 <= (seconds := float(str(value))) <= _MOST_SECONDS:  # as no NaN is
+        return seconds
     _log.warning(
         "%s in kv_transfer_params is %.50r and not a number of seconds from 0 to %d: not waited",
         _KEY,

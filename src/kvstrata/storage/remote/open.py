@@ -5,6 +5,8 @@ from pathlib import Path
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, RemoteTier, ValkeyTier
 from kvstrata.storage.mapping import HostMapping
+from kvstrata.storage.remote.mooncake import MooncakeStore
+from kvstrata.storage.remote.mooncake_node import MooncakeNode
 from kvstrata.storage.remote.object_access import ObjectAccess
 from kvstrata.storage.remote.object_store import ObjectStore
 from kvstrata.storage.remote.valkey import ValkeyStore
@@ -67,7 +69,20 @@ def _valkey(tier: ValkeyTier, block_bytes: int) -> Store:
 
 
 def _mooncake(tier: MooncakeTier, block_bytes: int, memory: HostMapping | None) -> Store:
-    raise ConfigError("the mooncake tier is not available in this version of KVStrata")
+    return MooncakeStore(
+        tier.url,
+        block_bytes=block_bytes,
+        timeout_seconds=tier.timeout_seconds,
+        memory=memory,
+        node=MooncakeNode(
+            local_host=tier.local_host,
+            segment_bytes=tier.segment or 0,
+            protocol=tier.protocol,
+            devices=tier.devices,
+            metadata=tier.metadata,
+            prefix=tier.prefix,
+        ),
+    )
 
 
 def _secret(path: Path) -> str:
