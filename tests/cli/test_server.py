@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from tests.cli.processes import kvstrata, running, until
 
@@ -400,3 +401,31 @@ def test_pin_without_tiers_is_refused(place: Path) -> None:
         result = kvstrata("pin", "00" * 32, "--namespace", NAMESPACE.hex(), "--socket", str(path))
     assert (result.returncode, result.stdout) == (2, "")
     assert "this server has no tiers yet" in result.stderr
+
+
+def test_events_are_published_at_the_address_of_the_option(place: Path) -> None:
+    address = f"ipc://{place}/events"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.subscribe(b"")
+    subscriber.connect(address)
+    with (
+        serving(place, "--host-size", "1MiB", "--kv-events", address) as path,
+        engine_with_worker(path) as engine,
+    ):
+
+        def hears() -> bool:
+            engine.reset(NAMESPACE)
+            return bool(subscriber.poll(20))
+
+        until(hears, 30, place / "server.log")
+        _, number, payload = subscriber.recv_multipart()
+        assert len(number) == 8
+        assert b"AllBlocksCleared" in payload
+    context.destroy(linger=0)
+
+
+def test_an_address_that_is_none_is_refused(place: Path) -> None:
+    result = kvstrata("server", "--socket", str(place / "s"), "--kv-events", "127.0.0.1:5557")
+    assert result.returncode != 0
+    assert "tcp://127.0.0.1:5557" in result.stderr
