@@ -2,8 +2,8 @@
 
 A message is a topic, a sequence number of eight bytes, big-endian, and a ``KVEventBatch`` in msgpack.
 Every topic has a sequence of its own, so that who subscribes to one sees no gap but where something
-was lost. Who asks at the replay address, a REQ or DEALER socket, from which number on, is sent what
-is left of it, and at the end a message of number -1 without content.
+was lost. Who asks at the replay address from which number on is sent what is left of it, of all
+topics, and at the end a message of number -1 without content.
 """
 
 import time
