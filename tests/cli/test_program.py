@@ -17,6 +17,7 @@ COMMANDS = [
     "unpin",
     "doctor",
     "check",
+    "gc",
     "replay",
     "make-trace",
     "demo",

@@ -8,6 +8,7 @@ from kvstrata import __version__
 from kvstrata.cli.check import check
 from kvstrata.cli.demo import demo
 from kvstrata.cli.doctor import doctor
+from kvstrata.cli.gc import gc
 from kvstrata.cli.inspect import inspect
 from kvstrata.cli.make_trace import make_trace
 from kvstrata.cli.pin import pin, unpin
@@ -33,6 +34,7 @@ app.command()(pin)
 app.command()(unpin)
 app.command()(doctor)
 app.command()(check)
+app.command()(gc)
 app.command()(replay)
 app.command()(make_trace)
 app.command()(demo)

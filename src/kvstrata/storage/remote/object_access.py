@@ -18,6 +18,8 @@ from kvstrata.core.errors import ConfigError
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Credential, S3Store
 
+    Client = AzureStore | GCSStore | S3Store
+
 __all__ = ["ObjectAccess", "Place", "is_proxied", "open_client", "signs_urls", "tls_context"]
 
 _log = logging.getLogger(__name__)
@@ -96,9 +98,12 @@ class Place:
 
 
 def open_client(
-    place: Place, access: ObjectAccess, timeout_seconds: float
-) -> "S3Store | GCSStore | AzureStore":
-    """The library's client. No network I/O; a setting that cannot be right is a ConfigError."""
+    place: Place, access: ObjectAccess, timeout_seconds: float, retries: int = 0
+) -> "Client":
+    """The library's client, which gives each request that long, and repeats it if *retries*.
+
+    No network I/O; a setting that cannot be right is a ConfigError.
+    """
     if find_spec("obstore") is None:
         raise ConfigError(
             f"{place} needs the package obstore", hint="pip install 'kvstrata[objects]'"
@@ -113,7 +118,7 @@ def open_client(
     from obstore.exceptions import BaseError
 
     options = _client_options(access, timeout_seconds)
-    retry: RetryConfig = {"max_retries": 0}
+    retry: RetryConfig = {"max_retries": retries}
     try:
         if place.scheme == "s3":
             return _open_s3(place, access, options, retry)
@@ -156,7 +161,7 @@ def tls_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext:
 
 def _client_options(access: ObjectAccess, timeout_seconds: float) -> "ClientConfig":
     options: ClientConfig = {
-        # Shorter than a call: what cannot be connected to is named before the call is over.
+        # Shorter: what cannot be connected to is named before the call is over.
         "connect_timeout": timedelta(seconds=0.75 * timeout_seconds),
         "timeout": timedelta(seconds=timeout_seconds),
         "pool_idle_timeout": timedelta(seconds=30),

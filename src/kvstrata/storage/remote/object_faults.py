@@ -53,7 +53,7 @@ _SIGNS: Final[tuple[tuple[str, FaultCause, str], ...]] = (
     ("operation timed out", "timeout", "no answer in time"),
     ("BadScheme", "refused", "its endpoint is http and http is not allowed"),
     ("invalid peer certificate", "refused", "its certificate is not trusted"),
-    ("CertificateUnknown", "refused", "its certificate is not trusted"),
+    ("InvalidCertificate", "refused", "its certificate is not trusted"),
     ("Connect", "unreachable", "no connection"),
     ("ConnectionReset", "unreachable", "the connection was reset"),
     ("IncompleteMessage", "unreachable", "closed in the middle of an answer"),

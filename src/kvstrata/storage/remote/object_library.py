@@ -10,13 +10,15 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, PreconditionError
 
 from kvstrata.core.types import Write
-from kvstrata.storage.remote.object_access import ObjectAccess, Place, open_client
+from kvstrata.storage.remote.object_access import Place
 from kvstrata.storage.remote.object_faults import is_full, names_no_object, refused
 from kvstrata.storage.remote.object_values import Deadline, Found, Given, Wanted
 from kvstrata.storage.remote.value import HEADER_BYTES
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
+
+    from kvstrata.storage.remote.object_access import Client
 
 __all__ = ["Library"]
 
@@ -36,16 +38,14 @@ class Library:
     the process when it ends a moment after one of them (0.12.1).
     """
 
-    def __init__(
-        self, place: Place, access: ObjectAccess, *, block_bytes: int, timeout_seconds: float
-    ) -> None:
-        self._client = open_client(place, access, timeout_seconds)
+    def __init__(self, client: "Client", place: Place, *, block_bytes: int, parallel: int) -> None:
+        self._client = client
         self._deletes_many = place.scheme == "s3"
         self._stored_bytes = HEADER_BYTES + block_bytes
-        self._parallel = access.parallel
-        self._flights = max(1, min(access.parallel, _FLIGHT_BYTES // self._stored_bytes))
+        self._parallel = parallel
+        self._flights = max(1, min(parallel, _FLIGHT_BYTES // self._stored_bytes))
         self._can_create = True  # until the engine says that it knows no conditional write
-        self._threads = ThreadPoolExecutor(access.parallel, "kvstrata-objects")
+        self._threads = ThreadPoolExecutor(parallel, "kvstrata-objects")
 
     def find(self, names: Sequence[str], deadline: Deadline) -> list[Found | None]:
         """Look at objects; ``None`` for one that is not there."""

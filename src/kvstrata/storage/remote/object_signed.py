@@ -13,18 +13,21 @@ from concurrent.futures import CancelledError
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import urlsplit
 
 import obstore
 
 from kvstrata.core.types import Write
-from kvstrata.storage.remote.object_access import ObjectAccess, Place, is_proxied, tls_context
+from kvstrata.storage.remote.object_access import Place, is_proxied, tls_context
 from kvstrata.storage.remote.object_connection import Address, Answer, Exchange
 from kvstrata.storage.remote.object_faults import Refused, is_full, names_no_object
 from kvstrata.storage.remote.object_http import HttpClient, resolve
 from kvstrata.storage.remote.object_library import Library
 from kvstrata.storage.remote.object_values import Deadline, Found, Given, Wanted
+
+if TYPE_CHECKING:
+    from kvstrata.storage.remote.object_access import Client
 
 __all__ = ["SignedLibrary"]
 
@@ -55,10 +58,8 @@ class _Get(Exchange):
 class SignedLibrary(Library):
     """Finds, reads and writes by signed URL, and leaves the rest to ``Library``."""
 
-    def __init__(
-        self, place: Place, access: ObjectAccess, *, block_bytes: int, timeout_seconds: float
-    ) -> None:
-        super().__init__(place, access, block_bytes=block_bytes, timeout_seconds=timeout_seconds)
+    def __init__(self, client: "Client", place: Place, *, block_bytes: int, parallel: int) -> None:
+        super().__init__(client, place, block_bytes=block_bytes, parallel=parallel)
         self._place = place
         self._lock = threading.Lock()  # guards the making of the next
         self._http: HttpClient | None = None

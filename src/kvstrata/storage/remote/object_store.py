@@ -10,7 +10,7 @@ from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.remote.ledger import Ledger
-from kvstrata.storage.remote.object_access import ObjectAccess, Place, signs_urls
+from kvstrata.storage.remote.object_access import ObjectAccess, Place, open_client, signs_urls
 from kvstrata.storage.remote.object_values import Deadline, Found, Given, Names, Wanted
 from kvstrata.storage.remote.value import header_of
 from kvstrata.storage.store import StoreStatistics
@@ -26,9 +26,17 @@ _DEFAULT_ACCESS: Final = ObjectAccess()
 
 
 def open_library(
-    place: Place, access: ObjectAccess, *, block_bytes: int, timeout_seconds: float
+    place: Place,
+    access: ObjectAccess,
+    *,
+    block_bytes: int,
+    timeout_seconds: float,
+    retries: int = 0,
 ) -> "Library":
-    """The calls that suit *place*. Raises ``ConfigError``; no network I/O."""
+    """The calls that suit *place*; with *retries* through obstore alone, which repeats them.
+
+    Raises ``ConfigError``; no network I/O.
+    """
     try:
         from kvstrata.storage.remote.object_library import Library
         from kvstrata.storage.remote.object_signed import SignedLibrary
@@ -36,8 +44,9 @@ def open_library(
         raise ConfigError(
             f"{place} needs the package {e.name}", hint="pip install 'kvstrata[objects]'"
         ) from e
-    kind = SignedLibrary if signs_urls(place, access) else Library
-    return kind(place, access, block_bytes=block_bytes, timeout_seconds=timeout_seconds)
+    client = open_client(place, access, timeout_seconds, retries)
+    kind = SignedLibrary if signs_urls(place, access) and not retries else Library
+    return kind(client, place, block_bytes=block_bytes, parallel=access.parallel)
 
 
 class ObjectStore:
