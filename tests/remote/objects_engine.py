@@ -196,7 +196,7 @@ class RcloneEngine(_S3Engine):
     def command(self) -> list[str]:
         return [
             str(_PROGRAMS / "rclone"),
-            *("serve", "s3", str(self.folder), "--config", "/dev/null"),
+            *("serve", "s3", str(self.folder), "--config", "/dev/null", "--no-cleanup"),
             *("--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY_ID},{SECRET}"),
         ]
 

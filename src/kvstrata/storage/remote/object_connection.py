@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 __all__ = ["Address", "Answer", "Connection", "Exchange", "Nonsense", "Steps", "Wait"]
 
 _INBOX_BYTES: Final = 16 << 10  # the longest head, and the longest error that is read
+_WORTHWHILE_BYTES: Final = 256 << 10
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: |$)")
 _CODE: Final = re.compile(rb"<Code>([A-Za-z0-9]{1,64})</Code>")
 
@@ -80,6 +81,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._inbox = memoryview(bytearray(_INBOX_BYTES))
         self._read = self._received = 0  # bytes of the inbox
+        self._wakes_at_bytes = 1
 
     def close(self) -> None:
         self._socket.close()
@@ -181,7 +183,19 @@ class Connection:
         part[:done] = self._inbox[self._read : self._read + done]
         self._read += done
         while done < part.nbytes:
+            self._wake_at(part.nbytes - done)
             done += yield from self._receive_into(part[done:])
+        self._wake_at(1)
+
+    def _wake_at(self, wanted_bytes: int) -> None:
+        """Do not become readable for each packet of a long body, but for a worthwhile part of it.
+
+        Not with TLS, which may hold bytes back that have left the socket.
+        """
+        wanted_bytes = min(wanted_bytes, _WORTHWHILE_BYTES)
+        if self._tls is None and wanted_bytes != self._wakes_at_bytes:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_bytes)
+            self._wakes_at_bytes = wanted_bytes
 
     def _receive_more(self) -> Steps:
         if self._read == self._received:
