@@ -58,10 +58,20 @@ def _plain(diagnosis: "Diagnosis") -> dict[str, Any]:
             for finding in diagnosis.findings
         ],
         "settings": {
-            name: {"value": values[name], "source": setting.source}
+            name: {"value": _without_secrets(values[name]), "source": setting.source}
             for name, setting in diagnosis.settings.items()
         },
     }
+
+
+def _without_secrets(value: Any) -> Any:
+    from kvstrata.core.pipeline import redact
+
+    if isinstance(value, dict):
+        return {name: _without_secrets(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(each) for each in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def _print(diagnosis: "Diagnosis") -> None:

@@ -23,22 +23,23 @@ _COUNTED: Final = {
     "kvstrata_lookups_total": "lookups",
     "kvstrata_lookup_blocks_total{tier=host}": "looked up, found in host memory",
     "kvstrata_lookup_blocks_total{tier=disk}": "looked up, found on disk",
-    "kvstrata_lookup_blocks_total{tier=remote}": "looked up, found in the shared tier",
+    "kvstrata_lookup_blocks_total{tier=remote}": "looked up, found in the tier that nodes share",
     "kvstrata_lookup_blocks_total{tier=none}": "looked up, not found",
     "kvstrata_loaded_blocks_total": "loaded by engines",
     "kvstrata_failed_loads_total": "failed loads",
     "kvstrata_saved_blocks_total": "saved by engines",
     "kvstrata_shed_blocks_total": "not saved, no room",
     "kvstrata_promoted_blocks_total{tier=disk}": "promoted from disk",
-    "kvstrata_promoted_blocks_total{tier=remote}": "promoted from the shared tier",
+    "kvstrata_promoted_blocks_total{tier=remote}": "promoted from the tier that nodes share",
     "kvstrata_cascaded_blocks_total{tier=disk}": "cascaded to disk",
-    "kvstrata_cascaded_blocks_total{tier=remote}": "cascaded to the shared tier",
+    "kvstrata_cascaded_blocks_total{tier=remote}": "cascaded to the tier that nodes share",
     "kvstrata_evicted_blocks_total{tier=host}": "evicted from host memory",
     "kvstrata_evicted_blocks_total{tier=disk}": "evicted from disk",
     "kvstrata_lost_blocks_total": "lost before a tier below had them",
     "kvstrata_corrupt_blocks_total": "corrupt, dropped",
     "kvstrata_unlogged_events_total": "missing in the event log",
 }
+_FAULTS: Final = "kvstrata_remote_faults_total{cause="
 _NOT_BLOCKS: Final = {
     "kvstrata_lookups_total",
     "kvstrata_failed_loads_total",
@@ -85,14 +86,15 @@ def _print(console: "Console", report: "CacheReport") -> None:
 def _tier_table(report: "CacheReport") -> "Table":
     table = plain_table("tier", "used", "capacity", "full", "blocks", "", right=("full", "blocks"))
     for tier in report.tiers:
-        table.add_row(
-            tier.tier,
-            human_bytes(tier.used_blocks * tier.block_bytes),
-            human_bytes(tier.capacity_blocks * tier.block_bytes),
-            f"{tier.used_blocks / max(1, tier.capacity_blocks):.0%}",
-            f"{tier.used_blocks:,} of {tier.capacity_blocks:,}",
-            ", ".join(_notes(tier)),
-        )
+        used = human_bytes(tier.used_blocks * tier.block_bytes)
+        room = ("", "", f"{tier.used_blocks:,} from here")  # of an engine that others use too
+        if tier.capacity_blocks:
+            room = (
+                human_bytes(tier.capacity_blocks * tier.block_bytes),
+                f"{tier.used_blocks / tier.capacity_blocks:.0%}",
+                f"{tier.used_blocks:,} of {tier.capacity_blocks:,}",
+            )
+        table.add_row(tier.tier, used, *room, ", ".join(_notes(tier)))
     return table
 
 
@@ -115,6 +117,14 @@ def _counter_table(report: "CacheReport") -> "Table":
     known = {name: report.counters.get(name, 0) for name in _COUNTED}
     for name, value in (known | report.counters).items():
         if value or name in {"kvstrata_lookups_total", "kvstrata_saved_blocks_total"}:
-            size = "" if name in _NOT_BLOCKS else human_bytes(value * block_bytes)
-            table.add_row(_COUNTED.get(name, name), f"{value:,}", size)
+            is_blocks = name not in _NOT_BLOCKS and not name.startswith(_FAULTS)
+            size = human_bytes(value * block_bytes) if is_blocks else ""
+            table.add_row(_label(name), f"{value:,}", size)
     return table
+
+
+def _label(name: str) -> str:
+    if name.startswith(_FAULTS):
+        cause = name.removeprefix(_FAULTS).rstrip("}")
+        return f"faults of the tier that nodes share: {cause}"
+    return _COUNTED.get(name, name)
