@@ -43,12 +43,13 @@ def spoken(answer: bytes | str | None) -> bytes:
 def heard(reader: RespReader, head_bytes: int) -> bytes | str | None:
     """The next answer, its first bytes taken, the rest received."""
     try:
-        length = reader.value_bytes()
+        found = reader.value(head_bytes)
     except ErrorReply as reply:
         return reply.text
-    if length is None:
+    if found is None:
         return None
-    head = reader.take(min(length, head_bytes))
+    length, head = found
+    assert len(head) == min(length, head_bytes)
     rest = bytearray(length - len(head))
     seen: list[bytes] = []
     reader.receive(memoryview(rest), lambda piece: seen.append(bytes(piece)))
@@ -87,11 +88,11 @@ def test_what_is_discarded_is_gone(lengths: list[int], buffer_bytes: int) -> Non
         theirs.sendall(b"".join(spoken(bytes(length)) for length in lengths) + spoken("ERR end"))
         reader = RespReader(DeadlineSocket(ours, FAR))
         for length in lengths:
-            assert reader.value_bytes() == length
+            assert reader.value(0) == (length, bytearray())
             reader.discard(length, memoryview(bytearray(buffer_bytes)))
             reader.end_value()
         with pytest.raises(ErrorReply, match="end"):
-            reader.value_bytes()
+            reader.value(10)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +104,14 @@ def test_what_is_no_value_is_refused(
     theirs, stream = pair
     theirs.sendall(said)
     with pytest.raises(NotRespError):
-        RespReader(stream).value_bytes()
+        RespReader(stream).value(10)
 
 
 def test_a_value_that_does_not_end(pair: tuple[socket.socket, DeadlineSocket]) -> None:
     theirs, stream = pair
     theirs.sendall(b"$1\r\nabc\r\n")
     reader = RespReader(stream)
-    assert reader.value_bytes() == 1
-    reader.take(1)
+    assert reader.value(10) == (1, bytearray(b"a"))
     with pytest.raises(NotRespError):
         reader.end_value()
 

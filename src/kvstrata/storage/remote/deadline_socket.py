@@ -1,5 +1,6 @@
 """A connected stream socket whose calls all end by one deadline."""
 
+import math
 import socket
 import ssl
 import struct
@@ -11,9 +12,10 @@ from typing import Final
 __all__ = ["DeadlineSocket", "remaining_seconds"]
 
 _TIMEVAL: Final = struct.Struct("@ll")
-_SHORTEST_SECONDS: Final = 1e-3  # a timeout of zero would mean none
+_LOOK: Final = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _IOVECS: Final = 900  # of one sendmsg; Linux takes 1024
 _SLACK_SECONDS: Final = 0.05  # by how much a call may outlast the deadline
+_STEP_SECONDS: Final = 0.01  # timeouts are whole multiples, so that most calls can have the same
 
 
 def remaining_seconds(deadline: float) -> float:
@@ -21,7 +23,7 @@ def remaining_seconds(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the deadline has passed")
-    return max(left, _SHORTEST_SECONDS)
+    return left
 
 
 class DeadlineSocket:
@@ -38,8 +40,7 @@ class DeadlineSocket:
         self._socket = connected
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._wait_for_all = 0 if self._is_tls else socket.MSG_WAITALL
-        self._armed = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # when, last
-        self._armed_for = 0.0  # the deadline
+        self._armed_seconds = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         if not self._is_tls:
             connected.settimeout(None)
 
@@ -105,12 +106,11 @@ class DeadlineSocket:
         self._socket.close()
 
     def _peek(self) -> bytes:
-        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
         if not self._is_tls:
-            return self._socket.recv(1, flags)
+            return self._socket.recv(1, _LOOK)
         self._socket.setblocking(False)  # else Python would wait, whatever the flags
-        self._armed_for = 0.0
-        return socket.socket.recv(self._socket, 1, flags)
+        self._armed_seconds = dict.fromkeys(self._armed_seconds, 0.0)
+        return socket.socket.recv(self._socket, 1, _LOOK)
 
     def _send(self, parts: list[memoryview]) -> int:
         self._arm(socket.SO_SNDTIMEO)
@@ -130,17 +130,14 @@ class DeadlineSocket:
 
     def _arm(self, option: int) -> None:
         """Have the next call end by the deadline, or ``_SLACK_SECONDS`` later."""
-        now = time.monotonic()
-        if self.deadline != self._armed_for:
-            self._armed_for = self.deadline
-            self._armed = dict.fromkeys(self._armed, 0.0)
-        if now < self.deadline and now - self._armed[option] < _SLACK_SECONDS:
-            return
-        self._armed[option] = now
         left = remaining_seconds(self.deadline)
+        if left <= self._armed_seconds[option] <= left + _SLACK_SECONDS:
+            return
+        seconds = math.ceil(left / _STEP_SECONDS) * _STEP_SECONDS
+        self._armed_seconds[option] = seconds
         if self._is_tls:
-            self._socket.settimeout(left)
+            self._socket.settimeout(seconds)
         else:
-            whole = int(left)
-            timeval = _TIMEVAL.pack(whole, int((left - whole) * 1e6))
+            whole = int(seconds)
+            timeval = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)

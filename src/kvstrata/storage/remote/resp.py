@@ -12,7 +12,7 @@ from kvstrata.storage.remote.deadline_socket import DeadlineSocket
 __all__ = ["ASKING", "ErrorReply", "NotRespError", "RespReader", "get_command", "set_command"]
 
 _SCRATCH_BYTES: Final = 1024  # what is read too far is copied, so it is small
-_PIECE_BYTES: Final = 256 << 10  # of a value: it is still in the cache when it is looked at
+_PIECE_BYTES: Final = 1 << 20  # of a value: it is still in the cache when it is looked at
 _END: Final = b"\r\n"
 ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 """Tells a server of a cluster that another has sent us on for the next command alone."""
@@ -92,9 +92,15 @@ class RespReader:
             return False
         raise NotRespError("a value where a status was expected")
 
-    def value_bytes(self) -> int | None:
-        """Length of the value that follows, for ``take``, ``receive`` and then ``end_value``."""
-        return self._length(self._line())
+    def value(self, head_bytes: int) -> tuple[int, bytearray] | None:
+        """Length and first bytes, at most *head_bytes*, of a value; ``None`` if there is none.
+
+        ``receive`` or ``discard`` the rest of it, then ``end_value``.
+        """
+        length = self._length(self._line())
+        if length is None:
+            return None
+        return length, self.take(min(length, head_bytes))
 
     def take(self, wanted_bytes: int) -> bytearray:
         """The next *wanted_bytes*, which must be few."""
@@ -106,12 +112,13 @@ class RespReader:
 
     def receive(self, buffer: memoryview, seen: Seen | None = None) -> None:
         """Fill *buffer* with the next bytes; *seen* gets them piece by piece as they come."""
-        known = min(buffer.nbytes, self._end - self._start)
+        wanted_bytes = buffer.nbytes
+        known = min(wanted_bytes, self._end - self._start)
         buffer[:known] = self._view[self._start : self._start + known]
         self._start += known
         if seen is not None:
             seen(buffer[:known])
-        for start in range(known, buffer.nbytes, _PIECE_BYTES):
+        for start in range(known, wanted_bytes, _PIECE_BYTES):
             piece = buffer[start : start + _PIECE_BYTES]
             self._stream.receive_all(piece)
             if seen is not None:
@@ -129,13 +136,15 @@ class RespReader:
             raise NotRespError("a value that does not end where it should")
 
     def _length(self, line: bytearray) -> int | None:
-        kind, rest = line[:1], line[1:]
-        if kind == b"-":
-            raise ErrorReply(rest.decode(errors="replace"))
-        if kind != b"$" or not rest.removeprefix(b"-").isdigit():
-            raise NotRespError(f"an answer that begins with {bytes(line[:16])!r}")
-        length = int(rest)
-        return length if length >= 0 else None
+        if line[:1] == b"$":
+            try:
+                length = int(line[1:])
+            except ValueError:
+                raise NotRespError(f"a length of {bytes(line[1:17])!r}") from None
+            return length if length >= 0 else None
+        if line[:1] == b"-":
+            raise ErrorReply(line[1:].decode(errors="replace"))
+        raise NotRespError(f"an answer that begins with {bytes(line[:16])!r}")
 
     def _line(self) -> bytearray:
         while (found := self._scratch.find(_END, self._start, self._end)) < 0:

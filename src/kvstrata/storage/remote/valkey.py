@@ -6,9 +6,8 @@ ROLE with sentinels, CLUSTER SLOTS and ASKING in a cluster.
 """
 
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
@@ -98,7 +97,7 @@ class ValkeyStore:
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         check_keys(keys)
         check_lengths(buffers, self._block_bytes, variable=True)
-        views = [buffer.cast("B") for buffer in buffers]
+        views = [_bytes(buffer) for buffer in buffers]
         names = [self._name(key) for key in keys]
         question = Fetch(names, keys, views, self._block_bytes, self._ttl)
         with self._call() as session:
@@ -118,7 +117,7 @@ class ValkeyStore:
         check_lengths(buffers, self._block_bytes, variable=True)
         check_keys(parents)
         names = [self._name(key) for key in keys]
-        values = list(zip(keys, parents, [buffer.cast("B") for buffer in buffers], strict=True))
+        values = list(zip(keys, parents, [_bytes(buffer) for buffer in buffers], strict=True))
         fates = [Write.EXISTS] * len(names)
         with self._call() as session:
             there = self._flag(session, b"EXISTS", names)
@@ -208,12 +207,10 @@ class ValkeyStore:
             key[NAMESPACE_ID_BYTES:].hex().encode(),
         )
 
-    @contextmanager
-    def _call(self) -> Iterator["Session"]:
+    def _call(self) -> "Session":
         self._ledger.check_open()
-        try:
-            with self._links.session(time.monotonic() + self._timeout_seconds) as session:
-                yield session
-        except TierUnavailable:
-            self._routes.doubt()
-            raise
+        return self._links.session(self._timeout_seconds)
+
+
+def _bytes(buffer: memoryview) -> memoryview:
+    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
-from operator import itemgetter
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, cast
 
 from kvstrata.core.types import Read, StoreKey, Write
-from kvstrata.storage.remote.resp import ASKING, ErrorReply, get_command, set_command
+from kvstrata.storage.remote.resp import ASKING, ErrorReply, RespReader, get_command, set_command
 from kvstrata.storage.remote.valkey_address import Address
 from kvstrata.storage.remote.value import HEADER_BYTES, Proof, header_of, judge_header
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:  # which import the optional package
 __all__ = ["Fetch", "Flag", "Keep", "Routes", "Value", "ask_all"]
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+Answers = list[T | ErrorReply | None]
 Value = tuple[StoreKey, StoreKey | None, memoryview]  # a key, its parent, what is to be kept
 
 _REDIRECTS: Final = 5  # of one question, as the servers' own client follows
-_AHEAD_BYTES: Final = 4 << 20  # of values asked for or sent while those before are not yet read
+_AHEAD_BYTES: Final = 2 << 20  # of values asked for or sent while those before are not yet read
 _AHEAD_COMMANDS: Final = 64
 
 
@@ -34,19 +33,17 @@ class Routes(Protocol):
         """Every server that holds keys."""
         ...
 
-    def master_of(self, name: bytes, session: Session) -> Address: ...
+    def groups(self, names: Sequence[bytes], session: Session) -> dict[Address, list[int]]:
+        """The server that holds each of *names*, and their positions."""
+        ...
 
     def redirect(self, name: bytes, reply: ErrorReply, asked: Address) -> tuple[Address, bool]:
         """Where *asked* sends us for *name*, and whether for this once only; raises *reply* if it
         sends us nowhere."""
         ...
 
-    def doubt(self) -> None:
-        """Ask anew who holds what: a call has failed."""
-        ...
 
-
-class Question(Protocol[T_co]):
+class Question(Protocol[T]):
     """What is asked about keys, which it knows by their positions in a batch.
 
     *once*: those for which a server is to be told that it sent us on for this once.
@@ -57,54 +54,42 @@ class Question(Protocol[T_co]):
         ...
 
     def finish(
-        self, link: Link, positions: Sequence[int], once: Container[int]
-    ) -> Iterator[T_co | ErrorReply]:
-        """One answer for each position, in order."""
+        self, link: Link, positions: Sequence[int], once: Container[int], answers: Answers[T]
+    ) -> None:
+        """Read the answer for each position into *answers*."""
         ...
 
 
 def ask_all(
     session: Session, routes: Routes, names: Sequence[bytes], question: Question[T]
 ) -> list[T]:
-    """The answer for each of *names*, in order."""
-    answers: dict[int, T] = {}
-    groups: dict[Address, list[int]] = defaultdict(list)
-    for position, name in enumerate(names):
-        groups[routes.master_of(name, session)].append(position)
+    """The answer for each of *names*, in order. All servers are asked side by side."""
+    answers: Answers[T] = [None] * len(names)
+    groups = routes.groups(names, session)
     once: set[int] = set()
-    redirects_left = _REDIRECTS
-    while groups:
-        refused = list(_ask_once(session, groups, question, answers, once))
+    for redirects_left in reversed(range(_REDIRECTS + 1)):
+        for address, positions in groups.items():
+            question.begin(session.link(address), positions, once)
+        for address, positions in groups.items():
+            question.finish(session.link(address), positions, once, answers)
+        refused = [
+            (position, address, reply)
+            for address, positions in groups.items()
+            for position in positions
+            if isinstance(reply := answers[position], ErrorReply)
+        ]
+        if not refused:
+            break
+        if not redirects_left:
+            raise refused[0][-1]
         once.clear()
         groups = defaultdict(list)
-        for position, asked, reply in sorted(refused, key=itemgetter(0)):
-            if not redirects_left:
-                raise reply
+        for position, asked, reply in sorted(refused):  # a key twice is asked for in its order
             address, for_once = routes.redirect(names[position], reply, asked)
             groups[address].append(position)
             if for_once:
                 once.add(position)
-        redirects_left -= 1
-    return [answers[position] for position in range(len(names))]
-
-
-def _ask_once(
-    session: Session,
-    groups: Mapping[Address, list[int]],
-    question: Question[T],
-    answers: dict[int, T],
-    once: Container[int],
-) -> Iterator[tuple[int, Address, ErrorReply]]:
-    """Ask all servers side by side. Fills *answers*; gives the positions that got none."""
-    for address, positions in groups.items():
-        question.begin(session.link(address), positions, once)
-    for address, positions in groups.items():
-        found = question.finish(session.link(address), positions, once)
-        for position, answer in zip(positions, found, strict=True):
-            if isinstance(answer, ErrorReply):
-                yield position, address, answer
-            else:
-                answers[position] = answer
+    return cast("list[T]", answers)
 
 
 class Flag:
@@ -123,15 +108,15 @@ class Flag:
         link.ask(commands)
 
     def finish(
-        self, link: Link, positions: Sequence[int], once: Container[int]
-    ) -> Iterator[bool | ErrorReply]:
+        self, link: Link, positions: Sequence[int], once: Container[int], answers: Answers[bool]
+    ) -> None:
         for position in positions:
             if position in once:
                 link.answer()
             try:
-                yield link.answer() == 1
+                answers[position] = link.answer() == 1
             except ErrorReply as reply:
-                yield reply
+                answers[position] = reply
 
 
 class _InTurns(ABC, Generic[T]):
@@ -149,44 +134,40 @@ class _InTurns(ABC, Generic[T]):
         self._send(link, positions[: self._turn], once)
 
     def finish(
-        self, link: Link, positions: Sequence[int], once: Container[int]
-    ) -> Iterator[T | ErrorReply]:
+        self, link: Link, positions: Sequence[int], once: Container[int], answers: Answers[T]
+    ) -> None:
         sent, rest = positions[: self._turn], positions[self._turn :]
-        last_word: T | None = None
+        has_last_word = False
         while sent:
-            following = [] if last_word is not None else rest[: self._turn]
+            following = [] if has_last_word else rest[: self._turn]
             rest = rest[len(following) :]
             self._send(link, following, once)
             for position in sent:
                 if position in once:
                     link.answers.status()
-                answer = self._answer(link, position)
-                if answer is self.last_word:
-                    last_word = self.last_word
-                yield answer
+                try:
+                    answer = answers[position] = self._receive(link.answers, position)
+                    has_last_word |= answer is self.last_word
+                except ErrorReply as reply:
+                    answers[position] = reply
             sent = following
-        if last_word is not None:
-            yield from [last_word] * len(rest)
-
-    def _answer(self, link: Link, position: int) -> T | ErrorReply:
-        try:
-            return self._receive(link, position)
-        except ErrorReply as reply:
-            return reply
+        for position in rest:
+            answers[position] = self.last_word
 
     def _send(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
         parts: list[bytes | memoryview] = []
         for position in positions:
-            parts += [ASKING] if position in once else []
-            parts += self._question(position)
+            if position in once:
+                parts.append(ASKING)
+            self._add_question(position, parts)
         if parts:
             link.stream.send_parts(parts)
 
     @abstractmethod
-    def _question(self, position: int) -> Sequence[bytes | memoryview]: ...
+    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None: ...
 
     @abstractmethod
-    def _receive(self, link: Link, position: int) -> T: ...
+    def _receive(self, answers: RespReader, position: int) -> T: ...
 
 
 class Fetch(_InTurns[Read]):
@@ -206,21 +187,20 @@ class Fetch(_InTurns[Read]):
         self._buffers = buffers
         self._ttl = ttl_milliseconds
 
-    def _question(self, position: int) -> Sequence[bytes | memoryview]:
-        return [get_command(self._names[position], self._ttl)]
+    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None:
+        parts.append(get_command(self._names[position], self._ttl))
 
-    def _receive(self, link: Link, position: int) -> Read:
+    def _receive(self, answers: RespReader, position: int) -> Read:
         key, buffer = self._keys[position], self._buffers[position]
-        answers = link.answers
         try:
-            stored_bytes = answers.value_bytes()
+            found = answers.value(HEADER_BYTES)
         except ErrorReply as reply:
             if reply.code == "WRONGTYPE":
                 return Read.FOREIGN
             raise
-        if stored_bytes is None:
+        if found is None:
             return Read.MISS
-        header = answers.take(min(stored_bytes, HEADER_BYTES))
+        stored_bytes, header = found
         fate = judge_header(header, key, stored_bytes, buffer.nbytes)
         value_bytes = stored_bytes - len(header)
         if fate is Read.HIT:
@@ -250,13 +230,14 @@ class Keep(_InTurns[Write]):
         self._values = values
         self._ttl = ttl_milliseconds
 
-    def _question(self, position: int) -> Sequence[bytes | memoryview]:
+    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None:
         key, parent, value = self._values[position]
-        return set_command(self._names[position], header_of(key, parent, value), value, self._ttl)
+        header = header_of(key, parent, value)
+        parts += set_command(self._names[position], header, value, self._ttl)
 
-    def _receive(self, link: Link, position: int) -> Write:
+    def _receive(self, answers: RespReader, position: int) -> Write:
         try:
-            return Write.STORED if link.answers.status() else Write.EXISTS
+            return Write.STORED if answers.status() else Write.EXISTS
         except ErrorReply as reply:
             if reply.code == "OOM":
                 return Write.FULL

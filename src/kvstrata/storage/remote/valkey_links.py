@@ -7,17 +7,17 @@ our ``DeadlineSocket``, so that whatever it does ends in time. Imports the optio
 import socket
 import ssl
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Self
 
 import libvalkey  # noqa: F401 - without it the parser fails only when it is used
 from valkey._parsers import _LibvalkeyParser
 from valkey.connection import AbstractConnection
 from valkey.exceptions import ResponseError, ValkeyError
 
-from kvstrata.core.errors import InvariantViolated, KVStrataError, TierUnavailable
+from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.storage.remote.deadline_socket import DeadlineSocket, remaining_seconds
 from kvstrata.storage.remote.resp import ErrorReply, NotRespError, RespReader
 from kvstrata.storage.remote.valkey_address import Address, Login
@@ -155,22 +155,38 @@ class Dialer:
 
 
 class Session:
-    """The connections of one call, and when it has to end."""
+    """One call: its connections, and when it has to end.
+
+    What goes wrong inside its ``with`` costs its connections and those like them; a fault is
+    raised as ``TierUnavailable``.
+    """
 
     def __init__(self, links: "Links", deadline: float) -> None:
         self.deadline = deadline
-        self.lent: dict[Address, Link] = {}
+        self._lent: dict[Address, Link] = {}
         self._links = links
 
-    def link(self, address: Address) -> Link:
-        link = self.lent.get(address)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, fault: BaseException | None, trace: object) -> None:
+        self._links.end(self._lent, whole=fault is None)
+        if isinstance(fault, (ValkeyError, ErrorReply, NotRespError, OSError)):
+            raise self._links.fault_of(fault) from fault
+
+    def link(self, address: Address, deadline: float | None = None) -> Link:
+        """The connection to *address*, of use until *deadline* or that of the call."""
+        link = self._lent.get(address)
         if link is None:
-            link = self.lent[address] = self._links.lend(address, self.deadline)
+            link = self._links.lend(address, self.deadline if deadline is None else deadline)
+            self._lent[address] = link
+        elif deadline is not None:
+            link.stream.deadline = deadline
         return link
 
     def lose(self, address: Address) -> None:
         """Close the connection to *address*, if there is one: it is in the middle of something."""
-        link = self.lent.pop(address, None)
+        link = self._lent.pop(address, None)
         if link is not None:
             self._links.forget(link)
 
@@ -189,26 +205,22 @@ class Links:
         self._idle: defaultdict[Address, list[Link]] = defaultdict(list)
         self._lent: set[Link] = set()
         self._closed = False
+        self._failed_calls = 0
 
-    @contextmanager
-    def session(self, deadline: float) -> Iterator[Session]:
-        """One call. What goes wrong in it costs its connections and those like them.
+    @property
+    def failed_calls(self) -> int:
+        """So many calls have not ended well: what is known about the servers may be outdated."""
+        return self._failed_calls
 
-        A fault is raised as ``TierUnavailable``.
-        """
-        session = Session(self, deadline)
-        whole = False
-        try:
-            yield session
-            whole = True
-        except KVStrataError:
-            raise
-        except (ValkeyError, ErrorReply, NotRespError, OSError) as e:
-            if self._closed:
-                raise self._closed_fault() from e
-            raise fault_of(e, self.name, self._secrets) from e
-        finally:
-            self._end(session, whole=whole)
+    def session(self, timeout_seconds: float) -> Session:
+        """One call, of *timeout_seconds* at most."""
+        return Session(self, time.monotonic() + timeout_seconds)
+
+    def fault_of(self, error: Exception) -> TierUnavailable:
+        """What *error*, which has ended a call, is for a tier."""
+        if isinstance(error, TierUnavailable):
+            return error
+        return self._closed_fault() if self._closed else fault_of(error, self.name, self._secrets)
 
     def lend(self, address: Address, deadline: float) -> Link:
         """An idle connection that still lives, or a new one."""
@@ -255,10 +267,12 @@ class Links:
             self._lent.add(link)
             return link
 
-    def _end(self, session: Session, *, whole: bool) -> None:
+    def end(self, lent: Mapping[Address, Link], *, whole: bool) -> None:
+        """Take back what a call was lent; unless it was *whole*, close it and those like it."""
         done: list[Link] = []
         with self._lock:
-            for address, link in session.lent.items():
+            self._failed_calls += not whole
+            for address, link in lent.items():
                 self._lent.discard(link)
                 idle = self._idle[address]
                 if not whole:

@@ -47,14 +47,11 @@ class OneServer:
     def masters(self, session: Session) -> list[Address]:
         return [self._address]
 
-    def master_of(self, name: bytes, session: Session) -> Address:
-        return self._address
+    def groups(self, names: Sequence[bytes], session: Session) -> dict[Address, list[int]]:
+        return {self._address: list(range(len(names)))} if names else {}
 
     def redirect(self, name: bytes, reply: ErrorReply, asked: Address) -> tuple[Address, bool]:
         raise reply
-
-    def doubt(self) -> None:
-        """Nothing to ask anew: whom a sentinel names is asked for each connection."""
 
 
 class _SentinelDialer:
@@ -117,16 +114,21 @@ class Cluster:
         self._lock = threading.Lock()  # held while the map is asked for
         self._masters: list[Address | None] = [None] * _SLOTS  # of each slot
         self._is_stale = True
+        self._failed_calls = 0  # of the links, as of the map
 
     def masters(self, session: Session) -> list[Address]:
         return sorted({each for each in self._map(session) if each is not None})
 
-    def master_of(self, name: bytes, session: Session) -> Address:
-        slot = key_slot(name)
-        master = self._map(session)[slot]
-        if master is None:
-            raise ErrorReply(f"CLUSTERDOWN no server of the cluster holds slot {slot}")
-        return master
+    def groups(self, names: Sequence[bytes], session: Session) -> dict[Address, list[int]]:
+        masters = self._map(session) if names else []
+        groups: dict[Address, list[int]] = {}
+        for position, name in enumerate(names):
+            slot = key_slot(name)
+            master = masters[slot]
+            if master is None:
+                raise ErrorReply(f"CLUSTERDOWN no server of the cluster holds slot {slot}")
+            groups.setdefault(master, []).append(position)
+        return groups
 
     def redirect(self, name: bytes, reply: ErrorReply, asked: Address) -> tuple[Address, bool]:
         if reply.code not in {"MOVED", "ASK"}:
@@ -140,21 +142,22 @@ class Cluster:
             self._is_stale = True
         return address, reply.code == "ASK"
 
-    def doubt(self) -> None:
-        self._is_stale = True
-
     def _map(self, session: Session) -> list[Address | None]:
-        if self._is_stale:
+        if self._is_outdated():
             if not self._lock.acquire(timeout=remaining_seconds(session.deadline)):
                 raise TimeoutError("another call still asks who holds what")
             try:
-                if self._is_stale:
+                if self._is_outdated():
+                    failed_calls = self._links.failed_calls
                     self._masters = self._ask_some(session)
-                    self._is_stale = False
+                    self._failed_calls, self._is_stale = failed_calls, False
             finally:
                 self._lock.release()
             self._links.keep_only({each for each in self._masters if each is not None})
         return self._masters
+
+    def _is_outdated(self) -> bool:
+        return self._is_stale or self._failed_calls != self._links.failed_calls
 
     def _ask_some(self, session: Session) -> list[Address | None]:
         """Ask a few servers, chosen at random: one that is cut off from the others may be wrong."""
@@ -164,8 +167,7 @@ class Cluster:
         for number, address in enumerate(some):
             share = remaining_seconds(session.deadline) / (len(some) - number + 1)
             try:
-                link = session.link(address)
-                link.stream.deadline = time.monotonic() + share
+                link = session.link(address, time.monotonic() + share)
                 slots = _masters_of_slots(link.command("CLUSTER", "SLOTS"), address)
             except (ValkeyError, ErrorReply, NotRespError, OSError) as e:
                 session.lose(address)

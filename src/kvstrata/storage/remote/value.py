@@ -11,6 +11,7 @@ keep what others have put there: nothing of theirs is believed that this header 
 """
 
 import struct
+from collections.abc import Callable
 from typing import Final
 
 from kvstrata.core.errors import InvariantViolated
@@ -60,9 +61,7 @@ class Proof:
     def __init__(self, header: bytes | bytearray | memoryview) -> None:
         self._header = header
         self._digest = StreamingDigest()
-
-    def add(self, piece: memoryview) -> None:
-        self._digest.update(piece)
+        self.add: Callable[[memoryview], None] = self._digest.update
 
     def verdict(self) -> Read:
         expected = _BODY.unpack_from(self._header)[-1]
