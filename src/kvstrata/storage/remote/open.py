@@ -1,9 +1,12 @@
 """Makes the store of a remote tier."""
 
+import logging
 from pathlib import Path
+from typing import Final
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, RemoteTier, ValkeyTier
+from kvstrata.core.units import human_bytes
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.remote.mooncake import MooncakeStore
 from kvstrata.storage.remote.mooncake_node import MooncakeNode
@@ -14,6 +17,10 @@ from kvstrata.storage.remote.valkey_address import Login, TlsFiles, ValkeyAccess
 from kvstrata.storage.store import Store
 
 __all__ = ["open_remote"]
+
+_log = logging.getLogger(__name__)
+
+_SMALL_OBJECT_BYTES: Final = 1 << 20
 
 
 def open_remote(tier: RemoteTier, *, block_bytes: int, memory: HostMapping | None) -> Store:
@@ -33,6 +40,11 @@ def open_remote(tier: RemoteTier, *, block_bytes: int, memory: HostMapping | Non
 
 
 def _objects(tier: ObjectTier, block_bytes: int) -> Store:
+    if block_bytes < _SMALL_OBJECT_BYTES:
+        _log.warning(
+            "objects of %s: each costs a request; set tokens_per_block so that a block is larger",
+            human_bytes(block_bytes),
+        )
     return ObjectStore(
         tier.url,
         block_bytes=block_bytes,
