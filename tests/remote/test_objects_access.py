@@ -157,6 +157,19 @@ def test_obstore_does_what_a_signed_url_would_do_in_another_way(
         assert type(store._library) is SignedLibrary
 
 
+def test_the_environment_may_put_the_bucket_into_the_host_name() -> None:
+    with closing(OddServer(lambda _: answer("404 Not Found"))) as server:
+        settings = KEYS | {
+            "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true",
+            "AWS_ENDPOINT": f"http://127.0.0.1:{server.port}",
+            "AWS_ALLOW_HTTP": "true",
+        }
+        with closing(open_at("s3://bucket/prefix", settings)) as store:
+            assert store.exists([key(1)]) == [False]
+        (request,) = server.requests
+        assert request.target.startswith("/prefix/")
+
+
 # Real servers
 
 
@@ -189,6 +202,28 @@ def test_the_credentials_of_a_profile(rclone: RcloneEngine, tmp_path: Path) -> N
         assert fetch(store, key(1)) == random_value(1, BLOCK_BYTES)
     with pytest.raises(ConfigError, match="profile"):
         open_at(url, profile | {"AWS_PROFILE": "another"}, endpoint=endpoint)
+
+
+def test_where_no_credentials_are_found_it_says_so(rclone: RcloneEngine, tmp_path: Path) -> None:
+    """Neither in the environment, nor from the metadata of the machine, nor in a profile."""
+    endpoint = rclone.endpoint(*rclone.address())
+    with closing(OddServer(lambda _: answer("404 Not Found"))) as metadata:
+        nothing = {"AWS_METADATA_ENDPOINT": f"http://127.0.0.1:{metadata.port}"}
+        with closing(open_at("s3://bucket", nothing, endpoint=endpoint)) as store:
+            with pytest.raises(TierUnavailable, match="no credentials were found") as raised:
+                store.exists([key(1)])
+            assert raised.value.cause == "credentials"
+        assert metadata.requests
+    (tmp_path / "config").write_text("[profile kv]\nregion = nowhere-1\n")
+    profile = {
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_PROFILE": "kv",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with environment(profile), closing(open_at("s3://bucket", profile, endpoint=endpoint)) as store:
+        with pytest.raises(TierUnavailable, match="no credentials were found") as raised:
+            store.exists([key(1)])
+        assert raised.value.cause == "credentials"
 
 
 def test_a_proxy_of_the_environment_is_used() -> None:

@@ -58,7 +58,6 @@ class ObjectAccess:
     anonymous: bool = False  # send no credentials, and look for none
     sign_payload: bool = False  # S3: hash each value for its signature, for stores that insist
     parallel: int = 32  # requests of one call side by side, at most
-    virtual_hosted: bool | None = None  # S3: the bucket is part of the host name; None: of the path
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +188,6 @@ def _open_s3(
         config["region"] = access.region
     if access.endpoint is not None:
         config["endpoint"] = access.endpoint.rstrip("/")
-    if access.virtual_hosted:
-        config["virtual_hosted_style_request"] = True
-        if access.endpoint is not None:
-            scheme, _, host = config["endpoint"].partition("://")
-            config["endpoint"] = f"{scheme}://{place.bucket}.{host}"
     if access.anonymous:
         config["skip_signature"] = True
     elif _has_profile(os.environ):

@@ -42,10 +42,9 @@ _FULL_CODES: Final = frozenset(
     }
 )
 _NO_BUCKET_CODES: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
-_SIGN_OF_CREDENTIALS: Final = re.compile(
-    r"169\.254\.|latest/api/token|metadata\.google|metadata\.internal|/oauth2/|AssumeRole"
-    r"|//sts\.|credential",
-    re.IGNORECASE,
+_ASKS_FOR_CREDENTIALS: Final = re.compile(
+    r"//169\.254\.|/latest/api/token|/latest/meta-data|/computeMetadata/|/oauth2/|//sts\."
+    r"|AssumeRole|token request"
 )
 _SIGNS: Final[tuple[tuple[str, FaultCause, str], ...]] = (
     ("dns error", "name", "its host name is not known"),
@@ -107,17 +106,22 @@ def names_no_object(answer: Refused | Answer | None) -> bool:
 def _reason(fault: BaseException) -> _Reason:
     if isinstance(fault, CancelledError):
         return _Reason("closed", "it is closed")
-    if isinstance(fault, PermissionDeniedError | UnauthenticatedError):
-        return _refusal(refused(fault) or Refused(403, ""))
-    if isinstance(fault, BaseError | FileNotFoundError | Refused):
-        answer = refused(fault)
-        text = str(fault)
-        if not isinstance(fault, Refused) and _SIGN_OF_CREDENTIALS.search(text):
-            return _Reason("credentials", "no credentials were found", _CREDENTIALS_HINT)
-        return _refusal(answer) if answer is not None else _by_text(text)
+    if isinstance(fault, Refused):
+        return _refusal(fault)
+    if isinstance(fault, BaseError | FileNotFoundError):
+        return _of_library(fault)
     if isinstance(fault, OSError):
         return _of_socket(fault)
     return _Reason("refused", str(fault))  # Nonsense, in our words
+
+
+def _of_library(fault: Exception) -> _Reason:
+    answer, text = refused(fault), str(fault)
+    if _ASKS_FOR_CREDENTIALS.search(text) or (
+        answer is None and isinstance(fault, PermissionDeniedError | UnauthenticatedError)
+    ):
+        return _Reason("credentials", "no credentials were found", _CREDENTIALS_HINT)
+    return _refusal(answer) if answer is not None else _by_text(text)
 
 
 def _refusal(answer: Refused) -> _Reason:
