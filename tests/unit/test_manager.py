@@ -661,7 +661,8 @@ def test_promotion_without_a_slot_is_no_hit(managers: list[KVManager], tmp_path:
     save(manager, ALICE, keys(1, 2))
     drained(manager)
     task = manager.put_match(BOB, keys(1, 2))
-    assert manager.get_match(ALICE, keys(1, 2)) == DONE
+    nothing = manager.get_match(ALICE, keys(1, 2))
+    assert nothing == TaskStatus(0, TaskState.DONE, declined_blocks=2)
     manager.cancel([task.task_id])
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
 

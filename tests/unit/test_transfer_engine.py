@@ -110,6 +110,19 @@ def test_blocks_are_read_in_batches_and_each_has_one_fate(
     assert sorted(shelf.batches) == [[b"a", b"b"], [b"absent", b"c"], [b"d"]]
 
 
+def test_a_store_that_reads_side_by_side_gets_several_large_blocks_at_a_time(
+    shelf: Shelf, writer: Writer
+) -> None:
+    limits = TransferLimits(read_blocks=3)
+    engine = TransferEngine(shelf, writer, block_bytes=1 << 30, limits=limits)  # type: ignore[arg-type]  # reads only
+    fates = Fates()
+    keys = [b"a", b"b", b"c", b"d"]
+    engine.read(keys, [memoryview(bytearray(1)) for _ in keys], fates)
+    eventually(lambda: len(shelf.batches) == 2, "they are not read")
+    assert sorted(shelf.batches) == [[b"a", b"b", b"c"], [b"d"]]
+    engine.close(PATIENCE_SECONDS)
+
+
 def test_batch_that_cannot_be_read_takes_no_other_with_it(
     engine: TransferEngine, shelf: Shelf
 ) -> None:

@@ -1,16 +1,30 @@
-"""The eviction policies that a configuration can choose."""
+"""What a configuration chooses: the eviction policy of a tier, and how each tier is used."""
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Literal
 
+from kvstrata.core.config import Config
+from kvstrata.core.remote_tiers import ObjectTier, RemoteTier
 from kvstrata.core.tier_fields import Eviction
+from kvstrata.core.tiers import DiskTier
 from kvstrata.index.policies import LRU, S3FIFO, CostAware, EvictionPolicy, PrefillCost
 from kvstrata.index.tree import PrefixIndex
+from kvstrata.manager.cascade import SearchLimits
+from kvstrata.transfer.engine import TransferLimits
 
-__all__ = ["make_policy"]
+__all__ = [
+    "disk_limits_of",
+    "make_policy",
+    "policy_of",
+    "remote_limits_of",
+    "search_limits_of",
+]
 
 # For a model of 8 billion parameters attention costs as much as all else at 30 k tokens.
 _DOUBLING_BLOCKS: Final = 512
+
+# Side by side in each read thread: answers come late, and each at its own pace.
+_FAR_READ_BLOCKS: Final = 4
 
 
 def make_policy(
@@ -34,3 +48,32 @@ _MAKERS: Final[Mapping[str, Callable[[PrefixIndex, int, int], EvictionPolicy]]] 
         index.capacity, PrefillCost(index.depth, doubling)
     ),
 }
+
+
+def policy_of(
+    config: Config, tier: Literal["host", "disk"], index: PrefixIndex, blocks: int
+) -> EvictionPolicy:
+    chosen = config.host_tier if tier == "host" else config.disk_tier
+    return make_policy(chosen.eviction if chosen else "lru", index, blocks)
+
+
+def disk_limits_of(tier: DiskTier | None) -> TransferLimits:
+    if tier is None:
+        return TransferLimits()
+    return TransferLimits(
+        read_threads=tier.read_threads,
+        max_queued_read_bytes=tier.max_queued_read_bytes,
+        write_threads=2 * tier.write_depth,
+        write_bytes_per_second=tier.write_bytes_per_second,
+    )
+
+
+def remote_limits_of(config: Config) -> TransferLimits:
+    is_far = isinstance(config.lowest_tier, ObjectTier)
+    return TransferLimits(read_blocks=_FAR_READ_BLOCKS if is_far else 1)
+
+
+def search_limits_of(config: Config) -> SearchLimits:
+    lowest = config.lowest_tier
+    missing_seconds = lowest.missing_seconds if isinstance(lowest, RemoteTier) else 0.0
+    return SearchLimits(config.remote_lookup_seconds, missing_seconds)

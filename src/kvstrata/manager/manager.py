@@ -6,13 +6,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
-from kvstrata.core.remote_tiers import RemoteTier
-from kvstrata.core.tiers import DiskTier
 from kvstrata.core.types import (
     EXACT,
     BlockFormat,
@@ -20,10 +17,13 @@ from kvstrata.core.types import (
     NamespaceId,
 )
 from kvstrata.core.write_rule import WriteRule, parse_write_rule
-from kvstrata.index.policies import EvictionPolicy
-from kvstrata.index.tree import PrefixIndex
-from kvstrata.manager.cascade import Cascade, CascadeSettings, SearchLimits
-from kvstrata.manager.choices import make_policy
+from kvstrata.manager.cascade import Cascade, CascadeSettings
+from kvstrata.manager.choices import (
+    disk_limits_of,
+    policy_of,
+    remote_limits_of,
+    search_limits_of,
+)
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.feed import Feed
@@ -42,7 +42,6 @@ from kvstrata.observe import metrics
 from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.store import Store
-from kvstrata.transfer.engine import TransferLimits
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class KVManager:
         self._cache = Residency(
             self._memory,
             self.counters,
-            partial(_policy_of, config),
+            partial(policy_of, config),
             disk_capacity_blocks=disk.capacity_blocks if disk else 0,
             write=self._written_tiers(config),
             wake=lambda tier: self._lower[tier].wake(),
@@ -142,11 +141,15 @@ class KVManager:
         if disk is not None:
             self._cache.restore(*disk.data.stored())
             store = self._storage.as_blocks(disk.data)
-            settings = CascadeSettings(limits=_limits_of(config.disk_tier))
+            settings = CascadeSettings(limits=disk_limits_of(config.disk_tier))
             lower["disk"] = Cascade("disk", store, self._cache, self._desk, settings)
         if remote is not None:
             store = self._storage.as_blocks(remote.data)
-            settings = CascadeSettings(search=_search_of(config), upkeep=self._storage.upkeep)
+            settings = CascadeSettings(
+                limits=remote_limits_of(config),
+                search=search_limits_of(config),
+                upkeep=self._storage.upkeep,
+            )
             lower["remote"] = Cascade("remote", store, self._cache, self._desk, settings)
         return lower
 
@@ -486,27 +489,3 @@ class KVManager:
 def _check_ttl(seconds: float) -> None:
     if not 0 < seconds < math.inf:  # as no NaN is
         raise ValueError(f"a pin for {seconds} s: its time is finite and more than 0")
-
-
-def _policy_of(
-    config: Config, tier: Literal["host", "disk"], index: PrefixIndex, blocks: int
-) -> EvictionPolicy:
-    chosen = config.host_tier if tier == "host" else config.disk_tier
-    return make_policy(chosen.eviction if chosen else "lru", index, blocks)
-
-
-def _limits_of(tier: DiskTier | None) -> TransferLimits:
-    if tier is None:
-        return TransferLimits()
-    return TransferLimits(
-        read_threads=tier.read_threads,
-        max_queued_read_bytes=tier.max_queued_read_bytes,
-        write_threads=2 * tier.write_depth,
-        write_bytes_per_second=tier.write_bytes_per_second,
-    )
-
-
-def _search_of(config: Config) -> SearchLimits:
-    lowest = config.lowest_tier
-    missing_seconds = lowest.missing_seconds if isinstance(lowest, RemoteTier) else 0.0
-    return SearchLimits(config.remote_lookup_seconds, missing_seconds)

@@ -41,6 +41,7 @@ class TransferLimits(NamedTuple):
     """How much is asked of a store at a time."""
 
     read_threads: int = 4  # the depth of the queue at the disk
+    read_blocks: int = 1  # of one call at least, for a store that reads them side by side
     write_threads: int = 4
     max_queued_read_bytes: int = 4 << 30  # reads beyond, waiting and running, are not asked for
     write_bytes_per_second: float | None = None  # on average; None: no limit
@@ -83,7 +84,7 @@ class TransferEngine:
         self._store = store
         self._write_some = write_some
         self._block_bytes = block_bytes
-        self._batch_blocks = max(1, _READ_BATCH_BYTES // block_bytes)
+        self._batch_blocks = max(limits.read_blocks, _READ_BATCH_BYTES // block_bytes)
         self._limits = limits
         self._queued_bytes = 0
         self._waiting: set[_Part] = set()  # not begun
