@@ -141,6 +141,14 @@ class ValkeyTier(RemoteTier):
         description="The hosts are sentinels, and this is the name of the master they watch.",
         examples=["mymaster"],
     )
+    sentinel_username: _Name | None = Field(
+        default=None, description="Whom to log in to the sentinels as.", examples=["kv"]
+    )
+    sentinel_password_file: _File | None = Field(
+        default=None,
+        description="Absolute path of a file that holds the password of the sentinels.",
+        examples=["/run/secrets/sentinel"],
+    )
     prefix: _Name = Field(
         default="kvstrata",
         description="What the names of all keys begin with. Give all nodes the same.",

@@ -21,6 +21,7 @@ from kvstrata.storage.remote.object_values import Deadline
 
 __all__ = ["HttpClient", "Resolve", "resolve"]
 
+_STALL_SECONDS: Final = 0.1  # in which nothing has come on any connection
 _IDLE_SECONDS: Final = 30.0  # others on the way forget a connection after some minutes
 
 Resolve = Callable[[str, int, Deadline], list[tuple[socket.AddressFamily, Address]]]
@@ -154,11 +155,24 @@ def _drive(workers: Sequence[Steps], deadline: Deadline) -> None:
             for worker in workers:
                 _advance(selector, worker, None)
             while selector.get_map():
-                for key, _ in selector.select(deadline.left_seconds()):
+                ready = selector.select(min(deadline.left_seconds(), _STALL_SECONDS))
+                for key, _ in ready:
                     _advance(selector, key.data, key)
+                if not ready:
+                    _wake_for_anything(selector)
         finally:
             for worker in workers:
                 worker.close()
+
+
+def _wake_for_anything(selector: selectors.BaseSelector) -> None:
+    """Nothing has come for a while: do not insist on much at a time (``SO_RCVLOWAT``).
+
+    A receive buffer that small packets fill may never hold as many bytes.
+    """
+    for key in selector.get_map().values():
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 def _advance(

@@ -61,7 +61,6 @@ def _objects(tier: ObjectTier, block_bytes: int) -> Store:
 
 
 def _valkey(tier: ValkeyTier, block_bytes: int) -> Store:
-    password = None if tier.password_file is None else _secret(tier.password_file)
     url = tier.url
     if tier.database:
         url += f"?db={tier.database}" if url.startswith("unix:") else f"/{tier.database}"
@@ -71,10 +70,11 @@ def _valkey(tier: ValkeyTier, block_bytes: int) -> Store:
         ttl_seconds=tier.ttl_seconds,
         timeout_seconds=tier.timeout_seconds,
         access=ValkeyAccess(
-            login=Login(tier.username, password),
+            login=Login(tier.username, _secret(tier.password_file)),
             tls=TlsFiles(tier.tls_ca_file, tier.tls_cert_file, tier.tls_key_file),
             cluster=tier.cluster,
             sentinel=tier.sentinel,
+            sentinel_login=Login(tier.sentinel_username, _secret(tier.sentinel_password_file)),
             prefix=tier.prefix,
         ),
     )
@@ -97,11 +97,13 @@ def _mooncake(tier: MooncakeTier, block_bytes: int, memory: HostMapping | None) 
     )
 
 
-def _secret(path: Path) -> str:
+def _secret(path: Path | None) -> str | None:
+    if path is None:
+        return None
     try:
         return path.read_text().strip()
     except (OSError, ValueError) as e:
         raise ConfigError(
             f"the password file {path} of the valkey tier cannot be read: {e}",
-            hint="check `password_file`, and that this user may read it",
+            hint="check its path, and that this user may read it",
         ) from e
