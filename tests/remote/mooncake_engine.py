@@ -20,7 +20,6 @@ from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
 from kvstrata.storage.remote.mooncake import MooncakeNode, MooncakeStore
 from kvstrata.storage.remote.value import MAGIC
 
-_SEGMENT_BYTES: Final = 64 << 20
 _PREFIX: Final = "kvstrata"
 _NODE: Final = {  # its environment
     "MC_LOG_LEVEL": "ERROR",
@@ -67,11 +66,12 @@ class MooncakeEngine(RemoteEngine):
     can_evict: ClassVar[bool] = True
     has_credentials: ClassVar[bool] = False
 
-    def __init__(self, *, handshake: bool = False) -> None:
+    def __init__(self, *, handshake: bool = False, segment_bytes: int = 64 << 20) -> None:
         """*handshake*: nodes ask each other, as by default, and not a metadata server. A proxy
-        can only be told of with one.
+        can only be told of with one. *segment_bytes*: what the pool holds.
         """
         self._handshake = handshake
+        self._segment_bytes = segment_bytes
 
     def start(self, folder: Path) -> None:
         self._folder = folder
@@ -164,7 +164,7 @@ class MooncakeEngine(RemoteEngine):
     def _start(self) -> None:
         self._start_master()
         program = Path(__file__).with_name("mooncake_pool_node.py")
-        arguments = [f"127.0.0.1:{self.port}", self.metadata(), str(_SEGMENT_BYTES)]
+        arguments = [f"127.0.0.1:{self.port}", self.metadata(), str(self._segment_bytes)]
         with (self._folder / "node.log").open("ab") as log:
             self._node = subprocess.Popen(
                 [sys.executable, program, *arguments],
