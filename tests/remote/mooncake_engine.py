@@ -6,21 +6,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from tests.remote.mooncake_metadata import Metadata
 from tests.remote.own_network import own_network
 from tests.remote.proxy import Fault, Proxy
-from tests.remote.subject import RemoteEngine, answers, free_port, wait_until
+from tests.remote.subject import START_SECONDS, RemoteEngine, answers, free_port, wait_until
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
+from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.remote.mooncake import MooncakeNode, MooncakeStore
 from kvstrata.storage.remote.value import MAGIC
 
-_PREFIX: Final = "kvstrata"
+_PREFIX: Final = MooncakeNode().prefix
 _NODE: Final = {  # its environment
     "MC_LOG_LEVEL": "ERROR",
     "MC_RPC_TIMEOUT_MS": "2000",
@@ -113,7 +115,30 @@ class MooncakeEngine(RemoteEngine):
             f"mooncake://{host or '127.0.0.1'}:{port}",
             block_bytes=block_bytes,
             timeout_seconds=timeout_seconds,
-            node=MooncakeNode(metadata=self.metadata(proxy), prefix=_PREFIX),
+            node=MooncakeNode(metadata=self.metadata(proxy)),
+        )
+
+    def open_near(
+        self, host: HostMapping, *, block_bytes: int, proxy: Proxy | None = None
+    ) -> MooncakeStore:
+        """A store whose host tier is *host*, with a second for a call."""
+        if proxy is not None:
+            self._proxies.append(proxy)
+        return MooncakeStore(
+            f"mooncake://127.0.0.1:{self.port}",
+            block_bytes=block_bytes,
+            timeout_seconds=1.0,
+            memory=host,
+            node=MooncakeNode(metadata=self.metadata(proxy)),
+        )
+
+    def open_as(self, *, block_bytes: int, **settings: Any) -> MooncakeStore:
+        """A store on a node with *settings*."""
+        return MooncakeStore(
+            f"mooncake://127.0.0.1:{self.port}",
+            block_bytes=block_bytes,
+            timeout_seconds=5.0,
+            node=MooncakeNode(metadata=self.metadata(), **settings),
         )
 
     def metadata(self, proxy: Proxy | None = None) -> str:
@@ -159,23 +184,26 @@ class MooncakeEngine(RemoteEngine):
         assert self._node.stdin is not None
         self._node.stdin.write(line.encode() + b"\n")
         self._node.stdin.flush()
-        return self._answer()
+        return self._answer(self._node)
 
     def _start(self) -> None:
         self._start_master()
+        self._node = self._start_node()
+        self._processes.append(self._node)
+        code, self._segment = self._answer(self._node)
+        assert code == 0, f"the node does not join ({code}): see {self._folder}/node.log"
+
+    def _start_node(self) -> "subprocess.Popen[bytes]":
         program = Path(__file__).with_name("mooncake_pool_node.py")
         arguments = [f"127.0.0.1:{self.port}", self.metadata(), str(self._segment_bytes)]
         with (self._folder / "node.log").open("ab") as log:
-            self._node = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, program, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | _NODE,
             )
-        self._processes.append(self._node)
-        code, self._segment = self._answer()
-        assert code == 0, f"the node does not join ({code}): see {self._folder}/node.log"
 
     def _start_master(self) -> None:
         program = Path(sys.executable).with_name("mooncake_master")
@@ -196,26 +224,50 @@ class MooncakeEngine(RemoteEngine):
 
     def _end(self) -> None:
         for process in self._processes:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):
-                        pipe.close()
+            _kill(process)
         self._processes.clear()
 
-    def _answer(self) -> Any:
-        assert self._node.stdout is not None
-        line = self._node.stdout.readline()
+    def _answer(self, node: "subprocess.Popen[bytes]") -> Any:
+        assert node.stdout is not None
+        line = node.stdout.readline()
         assert line, (
             f"the node has ended: see {self._folder}/node.log, and "
             "apt-get install libibverbs1 libnuma1 libcurl4"
         )
         return json.loads(line)
 
+    @contextmanager
+    def another_node(self) -> Iterator["subprocess.Popen[bytes]"]:
+        """A second one; afterwards the pool is a new one, since it misses a node after a minute."""
+        node = self._start_node()
+        try:
+            code, _ = self._answer(node)
+            assert code == 0, f"the node does not join ({code}): see {self._folder}/node.log"
+            yield node
+        finally:
+            _kill(node)
+            self.kill()
+            self.restart()
+
+    def segments(self) -> list[str]:
+        """Names of those that are in the pool."""
+        url = f"http://127.0.0.1:{self._metrics_port}/get_all_segments"
+        with urllib.request.urlopen(url, timeout=START_SECONDS) as answer:
+            text: str = answer.read().decode()
+        return text.split()
+
     def signal_node(self, number: signal.Signals) -> None:
         """To the node alone: the master goes on."""
         os.kill(self._node.pid, number)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
 def _name(key: StoreKey) -> str:

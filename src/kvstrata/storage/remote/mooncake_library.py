@@ -114,15 +114,14 @@ class MooncakeLibrary:
             self._host_start, self._host_bytes = memory.address, memory.total_bytes
             self._memories.append((os.dup(memory.fd), memory.total_bytes))
         buffers = memoryview(mmap.mmap(self._memories[_BUFFERS][0], LANES * lane_bytes))
-        self._lanes = [
-            Lane(self, buffers[start : start + lane_bytes], start)
-            for start in range(0, LANES * lane_bytes, lane_bytes)
-        ]
         self._port = orders.port
         self._orders = msgspec.structs.replace(orders, memories=self._memories)
         self._starting = threading.Lock()  # held to change ``_process``, and while it joins
         self._turns = threading.Condition()  # guards ``_free`` and ``_closed``
-        self._free = list(self._lanes)
+        self._free = [
+            Lane(self, buffers[start : start + lane_bytes], start)
+            for start in range(0, LANES * lane_bytes, lane_bytes)
+        ]
         self._closed = False
         self._process = LibraryProcess(self._orders, name)
         try:
@@ -148,8 +147,9 @@ class MooncakeLibrary:
             with self._turns:
                 if self._closed:
                     lane.close()
-                self._free.append(lane)
-                self._turns.notify()
+                else:
+                    self._free.append(lane)
+                    self._turns.notify()
 
     def joined(self, deadline: float) -> LibraryProcess:
         """The process, once it has joined the pool; ``TierUnavailable`` if it cannot."""
@@ -194,7 +194,7 @@ class MooncakeLibrary:
             if self._closed:
                 return
             self._closed = True
-            idle = list(self._free)
+            idle, self._free = self._free, []  # the buffers go with the last lane
             self._turns.notify_all()
         for lane in idle:
             lane.close()

@@ -1,0 +1,87 @@
+"""The address and the settings of a Mooncake tier, and what the codes of the library mean."""
+
+import pytest
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.storage.remote.mooncake_codes import fault_of, has_failed
+from kvstrata.storage.remote.mooncake_node import MasterAddress, MooncakeNode, orders_of
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "as_the_library_takes_it"),
+    [
+        ("mooncake://master:51051", "master", 51051, "master:51051"),
+        ("mooncake://10.0.0.7", "10.0.0.7", 50051, "10.0.0.7:50051"),
+        ("mooncake://[fd00::1]:51051/", "fd00::1", 51051, "[fd00::1]:51051"),
+    ],
+)
+def test_an_address(url: str, host: str, port: int, as_the_library_takes_it: str) -> None:
+    address = MasterAddress.parse(url)
+    assert address == (host, port)
+    assert str(address) == as_the_library_takes_it
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mooncake://",
+        "mooncake://:51051",
+        "mooncake://master:0",
+        "mooncake://master:many",
+        "mooncake://master:70000",
+        "mooncake://master/prefix",
+        "mooncake://master?protocol=rdma",
+        "valkey://master:51051",
+        "mooncake://user:hush@master:51051",
+    ],
+)
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="not an address") as raised:
+        MasterAddress.parse(url)
+    assert "hush" not in str(raised.value)
+
+
+def test_settings_that_make_no_sense() -> None:
+    with pytest.raises(ConfigError, match="prefix"):
+        MooncakeNode(prefix="a/b")
+    with pytest.raises(ConfigError, match="protocol"):
+        MooncakeNode(protocol="carrier pigeon")  # type: ignore[arg-type]  # as from a file
+    with pytest.raises(ConfigError, match="segment_bytes"):
+        MooncakeNode(segment_bytes=-1)
+
+
+@pytest.mark.parametrize(
+    ("timeout_seconds", "rpc_ms", "connect_ms", "silence_seconds"),
+    [(0.001, "1", "1", "1"), (2.0, "1500", "750", "1"), (10.0, "7500", "3750", "5")],
+)
+def test_the_library_waits_less_than_a_call(
+    timeout_seconds: float, rpc_ms: str, connect_ms: str, silence_seconds: str
+) -> None:
+    """Of nodes it can only be told in whole seconds."""
+    address = MasterAddress("master", 51051)
+    environment = orders_of(address, MooncakeNode(), timeout_seconds).environment
+    assert environment["MC_RPC_TIMEOUT_MS"] == rpc_ms
+    assert environment["MC_RPC_CONNECT_TIMEOUT_MS"] == connect_ms
+    assert environment["MC_TCP_PROGRESS_TIMEOUT_SEC"] == silence_seconds
+    assert environment["MC_TCP_STATUS_TIMEOUT_SEC"] == silence_seconds
+
+
+def test_what_says_nothing_of_a_block() -> None:
+    assert [code for code in (1, 0, -704, -703, -200, -800, -900) if has_failed(code)] == [
+        -800,
+        -900,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codes", "stalled", "cause"),
+    [
+        ([-900, -900], False, "unreachable"),
+        ([-901], False, "timeout"),
+        ([-800], False, "unreachable"),
+        ([-800], True, "timeout"),
+        ([-103, -103], True, "refused"),
+    ],
+)
+def test_the_cause_of_a_fault(codes: list[int], stalled: bool, cause: str) -> None:
+    assert fault_of(codes, stalled=stalled)[0] == cause
