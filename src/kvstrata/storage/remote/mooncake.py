@@ -122,7 +122,7 @@ class MooncakeStore:
             for places in rounds(self._library, calls.lane, keys, buffers, missing):
                 for number, (block, _, room) in enumerate(places):
                     header = header_of(keys[block], parents[block], buffers[block])
-                    calls.lane.header(number)[:] = header
+                    calls.lane.headers[number][:] = header
                     if room is not None:
                         room[:] = buffers[block].cast("B")
                 stored = self._put(calls, [keys[place.block] for place in places], places)
@@ -202,7 +202,7 @@ def _read(
         if stored_bytes < 0:
             yield place.block, Read.MISS if stored_bytes in NOT_FOUND else Read.FAILED
             continue
-        header = calls.lane.header(number)
+        header = calls.lane.headers[number]
         fate = judge_header(header[:stored_bytes], wanted, stored_bytes, buffer.nbytes)
         if fate is Read.HIT:
             value = buffer[: stored_bytes - HEADER_BYTES]

@@ -1,12 +1,12 @@
 """One call of the store: requests to the library with one deadline, and what their codes mean."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoreKey
-from kvstrata.storage.remote.mooncake_codes import fault_of, has_failed
+from kvstrata.storage.remote.mooncake_codes import WRONG_LENGTH, fault_of, has_failed
 from kvstrata.storage.remote.mooncake_library import MOST_KEYS, Lane
 from kvstrata.storage.remote.mooncake_rounds import Place
 from kvstrata.storage.remote.mooncake_wire import (
@@ -51,25 +51,27 @@ class Calls:
     def get(self, keys: Sequence[StoreKey], places: Sequence[Place]) -> list[int]:
         """Read values into *places*; of each the bytes it has with its header, or an error.
 
-        Of a value that is longer than its place only the header is read.
+        Of a value that is longer than its place only the header is read. Values for slots of the
+        host tier are taken to fill them: of others the length is asked first.
         """
-        names = self._names(keys)
-        codes = self._call(Sizes(names))
+        started_at = time.monotonic()
         self.lane.clear_headers(len(places))
-        wanted = [
-            number
-            for number, (place, size) in enumerate(zip(places, codes, strict=True))
-            if 0 < size <= HEADER_BYTES + place.piece.length_bytes
-        ]
-        pieces = [self._exactly(codes[number], number, places[number]) for number in wanted]
-        got = self._call(Get([names[number] for number in wanted], pieces)) if wanted else []
-        for number, code in zip(wanted, got, strict=True):
-            codes[number] = code
-        for number, size in enumerate(codes):
-            if size > HEADER_BYTES + places[number].piece.length_bytes:
-                (code,) = self._call(Head(names[number], self.lane.header_piece(number)))
-                codes[number] = min(code, 0) or size
-        return codes
+        names = dict(enumerate(self._names(keys)))
+        room = {n: HEADER_BYTES + place.piece.length_bytes for n, place in enumerate(places)}
+        whole = {n: room[n] for n, place in enumerate(places) if place.room is None}
+        codes = self._get(names, whole, places)
+        unsure = [n for n in names if codes.get(n, WRONG_LENGTH[0]) in WRONG_LENGTH]
+        if unsure:
+            sizes = dict(zip(unsure, self._call(Sizes([names[n] for n in unsure])), strict=True))
+            changed = {n: size for n, size in sizes.items() if size != whole.get(n)}
+            codes |= changed
+            fitting = {n: size for n, size in changed.items() if 0 < size <= room[n]}
+            codes |= self._get(names, fitting, places)
+            for n, size in changed.items():
+                if size > room[n]:
+                    (code,) = self._call(Head(names[n], self.lane.header_pieces[n]))
+                    codes[n] = min(code, 0) or size
+        return self._checked([codes[n] for n in names], started_at)
 
     def put(self, keys: Sequence[StoreKey], places: Sequence[Place]) -> list[int]:
         """Store values that are in *places*, with headers in the lane. Zero: it is under way.
@@ -95,9 +97,21 @@ class Calls:
         (code,) = self._call(Drop(f"^{prefix}/{namespace_id.hex()}/"))
         return code
 
+    def _get(
+        self, names: Mapping[int, str], sizes: Mapping[int, int], places: Sequence[Place]
+    ) -> dict[int, int]:
+        """The library's answers for values of known *sizes*, header included, by number."""
+        if not sizes:
+            return {}
+        pieces = [self._exactly(size, n, places[n]) for n, size in sizes.items()]
+        codes = self.lane.call(Get([names[n] for n in sizes], pieces), self._deadline)
+        return dict(zip(sizes, codes, strict=True))
+
     def _call(self, request: Request) -> list[int]:
         started_at = time.monotonic()
-        codes = self.lane.call(request, self._deadline)
+        return self._checked(self.lane.call(request, self._deadline), started_at)
+
+    def _checked(self, codes: list[int], started_at: float) -> list[int]:
         if codes and all(map(has_failed, codes)):
             raise self._fault(codes, time.monotonic() - started_at)
         return codes
@@ -115,14 +129,16 @@ class Calls:
 
     def _exactly(self, size: int, number: int, place: Place) -> list[Piece]:
         """Where *size* bytes go, header first."""
-        header = self.lane.header_piece(number)
-        if size <= HEADER_BYTES:
+        header, value_bytes = self.lane.header_pieces[number], size - HEADER_BYTES
+        if value_bytes <= 0:
             return [header._replace(length_bytes=size)]
-        return [header, place.piece._replace(length_bytes=size - HEADER_BYTES)]
+        if value_bytes == place.piece.length_bytes:
+            return [header, place.piece]
+        return [header, place.piece._replace(length_bytes=value_bytes)]
 
     def _pieces(self, places: Sequence[Place]) -> list[list[Piece]]:
-        headers = map(self.lane.header_piece, range(len(places)))
-        return [[header, place.piece] for header, place in zip(headers, places, strict=True)]
+        headers = self.lane.header_pieces
+        return [[headers[number], place.piece] for number, place in enumerate(places)]
 
 
 def _parts(keys: Sequence[StoreKey], most: int) -> Iterator[Sequence[StoreKey]]:

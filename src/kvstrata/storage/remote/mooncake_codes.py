@@ -5,15 +5,15 @@ from typing import Final
 
 from kvstrata.core.errors import FaultCause
 
-__all__ = ["NOT_FOUND", "NO_OBJECT", "NO_ROOM", "fault_of", "has_failed"]
+__all__ = ["NOT_FOUND", "NO_OBJECT", "NO_ROOM", "WRONG_LENGTH", "fault_of", "has_failed"]
 
 NO_OBJECT: Final = -704
-NOT_FOUND: Final = frozenset(
-    {-702, -703, NO_OBJECT, -710, -712}
-)  # none, none whole yet, none any more
+# No usable replica, one that is just being written, no object, no replica, none any more.
+NOT_FOUND: Final = frozenset({-702, -703, NO_OBJECT, -710, -712})
+_TRANSFER_FAILED: Final = -800
+WRONG_LENGTH: Final = (-600, _TRANSFER_FAILED)  # where another was asked for; or a node is gone
 NO_ROOM: Final = frozenset({-200, -1700})  # of the segments, or of a tenant's quota
 
-_TRANSFER_FAILED: Final = -800
 _MASTER_GONE: Final = -900
 _MASTER_LATE: Final = -901
 

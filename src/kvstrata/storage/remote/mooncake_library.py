@@ -22,6 +22,7 @@ __all__ = ["LANES", "MOST_KEYS", "Lane", "MooncakeLibrary"]
 MOST_KEYS: Final = 128  # in one call of the library
 LANES: Final = 12  # calls at a time; further ones wait for their turn
 _STRIDE_BYTES: Final = -(-HEADER_BYTES // 64) * 64
+_NO_HEADER: Final = bytes(HEADER_BYTES)
 _HEADERS_BYTES: Final = -(-MOST_KEYS * _STRIDE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 _LOAD_SECONDS: Final = 30.0  # to start Python and load the library, on a busy machine
 _PROBE_SECONDS: Final = 0.05
@@ -40,7 +41,9 @@ class Lane:
         self._start = start
         self._process: LibraryProcess | None = None
         self._channel: socket.socket | None = None  # to ``_process``
-        self.headers = memory[: MOST_KEYS * _STRIDE_BYTES]
+        starts = range(0, MOST_KEYS * _STRIDE_BYTES, _STRIDE_BYTES)
+        self.headers = [memory[at : at + HEADER_BYTES] for at in starts]
+        self.header_pieces = [Piece(_BUFFERS, start + at, HEADER_BYTES) for at in starts]
         self.room = memory[_HEADERS_BYTES:]
 
     @property
@@ -50,13 +53,8 @@ class Lane:
 
     def clear_headers(self, count: int) -> None:
         """Leave nothing of earlier calls in the first *count* headers."""
-        self.headers[: count * _STRIDE_BYTES] = bytes(count * _STRIDE_BYTES)
-
-    def header(self, number: int) -> memoryview:
-        return self.headers[number * _STRIDE_BYTES :][:HEADER_BYTES]
-
-    def header_piece(self, number: int) -> Piece:
-        return Piece(_BUFFERS, self._start + number * _STRIDE_BYTES, HEADER_BYTES)
+        for header in self.headers[:count]:
+            header[:] = _NO_HEADER
 
     def room_piece(self, offset: int, length_bytes: int) -> Piece:
         """Bytes of ``room``."""
