@@ -137,7 +137,7 @@ class MooncakeEngine(RemoteEngine):
         return MooncakeStore(
             f"mooncake://127.0.0.1:{self.port}",
             block_bytes=block_bytes,
-            timeout_seconds=5.0,
+            timeout_seconds=20.0,
             node=MooncakeNode(metadata=self.metadata(), **settings),
         )
 

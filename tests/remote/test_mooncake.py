@@ -15,6 +15,7 @@ from kvstrata.storage.store import Store
 from kvstrata.testing import StoreConformance, Traits
 
 BLOCK_BYTES = 4096
+CALL_SECONDS = 20.0  # a busy machine may need that
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ class TestMooncakeStore(StoreConformance):
         return MooncakeStore(
             f"mooncake://127.0.0.1:{self.engine.port}",
             block_bytes=BLOCK_BYTES,
-            timeout_seconds=2.0,
+            timeout_seconds=CALL_SECONDS,
             node=MooncakeNode(prefix=folder_of(place)),
         )
 
@@ -54,9 +55,12 @@ class TestMooncakeStore(StoreConformance):
 
     @contextmanager
     def outage(self, store: Store, place: Path) -> Iterator[None]:
-        del store, place
+        del place
+        assert isinstance(store, MooncakeStore)
+        store._timeout_seconds = 1.0  # every call takes all of it
         self.engine.pause()
         try:
             yield
         finally:
             self.engine.resume()
+            store._timeout_seconds = CALL_SECONDS

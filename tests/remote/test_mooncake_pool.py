@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeEngine]
 @pytest.fixture
 def store(engine: MooncakeEngine) -> Iterator[MooncakeStore]:
     """With an empty pool, and without a host tier."""
-    store = engine.open(block_bytes=BLOCK_BYTES, timeout_seconds=5.0)
+    store = engine.open(block_bytes=BLOCK_BYTES, timeout_seconds=20.0)
     for namespace in (ONE, OTHER):
         store.drop_namespace(namespace)
     yield store

@@ -96,6 +96,8 @@ class MooncakeStore:
                 doubtful = _damaged(fates)
                 for places in rounds(self._library, calls.lane, keys, buffers, doubtful):
                     fates.update(_read(calls, places, keys, buffers))
+            if fates and set(fates.values()) == {Read.FAILED}:
+                raise calls.fault()
             damaged = dict.fromkeys(keys[index] for index in _damaged(fates))
             if damaged:
                 self._ledger.found_corrupt(len(damaged))
@@ -128,6 +130,8 @@ class MooncakeStore:
                 stored = self._put(calls, [keys[place.block] for place in places], places)
                 for place in places:
                     fates[place.block] = stored[keys[place.block]]
+            if missing and calls.failures == len(missing):
+                raise calls.fault()
         return [
             Write.FULL if fates[first[key]] is Write.FULL else fate
             for key, fate in zip(keys, fates, strict=True)

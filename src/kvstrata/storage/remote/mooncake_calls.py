@@ -6,7 +6,7 @@ from typing import Final
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoreKey
-from kvstrata.storage.remote.mooncake_codes import WRONG_LENGTH, fault_of, has_failed
+from kvstrata.storage.remote.mooncake_codes import MASTER_FAULTS, WRONG_LENGTH, fault_of, has_failed
 from kvstrata.storage.remote.mooncake_library import MOST_KEYS, Lane
 from kvstrata.storage.remote.mooncake_rounds import Place
 from kvstrata.storage.remote.mooncake_wire import (
@@ -30,7 +30,9 @@ _EXIST_KEYS: Final = 4096
 class Calls:
     """On a lane that is the caller's.
 
-    Every method raises ``TierUnavailable`` at *deadline* at the latest, and where all keys fail.
+    Every method raises ``TierUnavailable`` at *deadline* at the latest, and where the master fails;
+    those that move no values also where all keys fail. ``failures`` counts the values that could
+    not be moved so far.
     """
 
     def __init__(self, lane: Lane, deadline: float, *, prefix: str, silence_seconds: float) -> None:
@@ -39,6 +41,16 @@ class Calls:
         self._deadline = deadline
         self._prefix = prefix
         self._silence_seconds = silence_seconds
+        self._failed: list[int] = []  # codes
+        self._moving_seconds = 0.0  # of the longest move that failed
+
+    @property
+    def failures(self) -> int:
+        return len(self._failed)
+
+    def fault(self) -> TierUnavailable:
+        """Why all of them could not be moved."""
+        return self._fault(self._failed, self._moving_seconds)
 
     def exist(self, keys: Sequence[StoreKey]) -> set[StoreKey]:
         """Those of *keys* that are there."""
@@ -71,14 +83,16 @@ class Calls:
                 if size > room[n]:
                     (code,) = self._call(Head(names[n], self.lane.header_pieces[n]))
                     codes[n] = min(code, 0) or size
-        return self._checked([codes[n] for n in names], started_at)
+        return self._moved([codes[n] for n in names], started_at)
 
     def put(self, keys: Sequence[StoreKey], places: Sequence[Place]) -> list[int]:
         """Store values that are in *places*, with headers in the lane. Zero: it is under way.
 
         A key that is there, or is just being written by somebody, is left alone, and zero too.
         """
-        return self._call(Put(self._names(keys), self._pieces(places)))
+        started_at = time.monotonic()
+        request = Put(self._names(keys), self._pieces(places))
+        return self._moved(self.lane.call(request, self._deadline), started_at)
 
     def remove(self, keys: Sequence[StoreKey]) -> set[StoreKey]:
         """Those of *keys*, which are pairwise different, that were there."""
@@ -108,12 +122,18 @@ class Calls:
         return dict(zip(sizes, codes, strict=True))
 
     def _call(self, request: Request) -> list[int]:
-        started_at = time.monotonic()
-        return self._checked(self.lane.call(request, self._deadline), started_at)
-
-    def _checked(self, codes: list[int], started_at: float) -> list[int]:
+        codes = self.lane.call(request, self._deadline)
         if codes and all(map(has_failed, codes)):
-            raise self._fault(codes, time.monotonic() - started_at)
+            raise self._fault(codes, 0.0)
+        return codes
+
+    def _moved(self, codes: list[int], started_at: float) -> list[int]:
+        failed = list(filter(has_failed, codes))
+        if failed:
+            self._failed += failed
+            self._moving_seconds = max(self._moving_seconds, time.monotonic() - started_at)
+        if not MASTER_FAULTS.isdisjoint(failed):
+            raise self.fault()
         return codes
 
     def _fault(self, codes: Sequence[int], seconds: float) -> TierUnavailable:

@@ -5,7 +5,15 @@ from typing import Final
 
 from kvstrata.core.errors import FaultCause
 
-__all__ = ["NOT_FOUND", "NO_OBJECT", "NO_ROOM", "WRONG_LENGTH", "fault_of", "has_failed"]
+__all__ = [
+    "MASTER_FAULTS",
+    "NOT_FOUND",
+    "NO_OBJECT",
+    "NO_ROOM",
+    "WRONG_LENGTH",
+    "fault_of",
+    "has_failed",
+]
 
 NO_OBJECT: Final = -704
 # No usable replica, one that is just being written, no object, no replica, none any more.
@@ -16,6 +24,7 @@ NO_ROOM: Final = frozenset({-200, -1700})  # of the segments, or of a tenant's q
 
 _MASTER_GONE: Final = -900
 _MASTER_LATE: Final = -901
+MASTER_FAULTS: Final = frozenset({_MASTER_GONE, _MASTER_LATE})
 
 
 def has_failed(code: int) -> bool:
