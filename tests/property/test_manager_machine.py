@@ -252,7 +252,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.roomy and self.remote is None:
             assert status.matched_blocks == expected
         if not status.task_id:
-            assert status == TaskStatus(0, TaskState.DONE)
+            assert status == TaskStatus(0, TaskState.DONE, declined_blocks=status.declined_blocks)
             return
         held = Held(status, engine.owner, namespace, asked, expected)
         self.gets.append(held)

@@ -67,6 +67,38 @@ def test_blocks_come_back_in_another_life_of_the_cache(url: str, form: str) -> N
     other.close()
 
 
+@pytest.mark.parametrize("forms", [("", "&compress=true"), ("&compress=true", "")])
+def test_nodes_that_compress_and_nodes_that_do_not_never_meet(
+    url: str, forms: tuple[str, str]
+) -> None:
+    one, other = (KVManager(config(url + form), block_bytes=BLOCK_BYTES) for form in forms)
+    save(one, ALICE, PROMPT)
+    written(one)
+    assert load(other, ALICE, PROMPT) == []
+    save(other, ALICE, PROMPT)
+    for node in (one, other):
+        node.close()
+    for form in forms:
+        again = KVManager(config(url + form), block_bytes=BLOCK_BYTES)
+        assert load(again, ALICE, PROMPT) == contents(ALICE, PROMPT)
+        again.close()
+
+
+def test_a_reset_leaves_other_keys_alone(redis: Server, url: str, tmp_path: Path) -> None:
+    node = KVManager(config(url), block_bytes=BLOCK_BYTES)
+    save(node, ALICE, PROMPT)
+    written(node)
+    client = redis.client(password=PASSWORD)
+    for other in (
+        f"{tmp_path.name}:{ALICE.hex()}:config",
+        f"{tmp_path.name}:{ALICE.hex()}:{'x' * 64}",
+    ):
+        client.set(other, "keep")
+    node.reset(ALICE)
+    assert len(list(client.scan_iter(f"{tmp_path.name}:*"))) == 2
+    node.close()
+
+
 def test_a_block_that_was_missing_is_found_when_another_node_has_written_it(url: str) -> None:
     """Not at once: what was missing is not asked for again for a moment."""
     one = KVManager(config(url), block_bytes=BLOCK_BYTES)

@@ -92,6 +92,22 @@ def test_a_search_that_takes_too_long_answers_with_what_it_knows() -> None:
     finder.close()
 
 
+def test_a_search_that_has_waited_too_long_for_its_turn_asks_nothing() -> None:
+    store, now = Asked(20), [0.0]
+    presence = Presence(store.exists, missing_seconds=0)
+    finder = Finder(presence, width=8, search_seconds=0.1, clock=lambda: now[0])
+    blocked = threading.Event()
+    for _ in range(2):
+        finder._threads.submit(blocked.wait)
+    counts: list[int] = []
+    finder.find(MANY[:20], counts.append)
+    now[0] = 5.0
+    blocked.set()
+    eventually(lambda: counts == [0], "the search has no end")
+    assert store.questions == []
+    finder.close()
+
+
 def test_the_leading_keys_that_are_there_are_counted() -> None:
     store = store_with(KEYS[0], KEYS[1], KEYS[3])
     store.go.set()

@@ -136,6 +136,21 @@ def test_launched_during_the_search_takes_what_is_known(
     assert store.read_keys == []
 
 
+def test_what_lies_behind_a_block_that_is_gone_is_not_waited_for(
+    manager: KVManager, store: GatedStore, values: dict[StoreKey, Value]
+) -> None:
+    """A store that says that a block is there may have lost it by the time it is read."""
+    prompt = keys(0, 0, 0, 0)
+    task = manager.get_match(ALICE, prompt)
+    store.reads.clear()
+    eventually(lambda: reads_running(manager) == 4, "nothing is read")
+    del values[ALICE + prompt[1]]
+    store.reads.set()
+    task = settled(manager, task)
+    assert (task.state, len(task.slots), task.matched_blocks) == (TaskState.READY, 1, 1)
+    manager.cancel([task.task_id])
+
+
 def test_two_lookups_of_the_same_blocks_are_one_read(manager: KVManager, store: GatedStore) -> None:
     store.reads.clear()
     one = manager.get_match(ALICE, keys(0, 0, 0, 0))

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvstrata.core.config import Config, pipeline_string
 from kvstrata.core.errors import ConfigError
+from kvstrata.core.load import load_config
 from kvstrata.core.pipeline import order_fault, parse_pipeline, redact, tier_kind
 from kvstrata.core.remote_tiers import ObjectTier
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
@@ -162,6 +163,26 @@ def test_secrets_in_an_address_are_not_shown() -> None:
     assert "pass" not in str(caught.value)
     assert "secret" not in str(caught.value)
     assert "  host | valkey://***@cache:6379?*** | host" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "valkey://u:SECRET x@h:1",
+        "valkey://u:SECRET|x@h:1",
+        "valkey://u:SECRET?x@h:1",
+        "valkey:u:SECRET@h:1",
+        "valkey:/u:SECRET@h:1",
+        "valky://u:SECRET@h:1",
+    ],
+)
+def test_an_address_that_cannot_be_read_shows_no_secret(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"tiers": f"host | {address}"}, environ={})
+    assert "SECRET" not in str(caught.value)
+    with pytest.raises(ValueError, match="tiers") as raw:
+        Config.model_validate({"tiers": f"host | {address}"})
+    assert "SECRET" not in str(raw.value)
 
 
 def test_the_query_of_an_address_is_the_settings_of_its_tier() -> None:

@@ -60,6 +60,21 @@ def test_what_this_node_has_written_is_not_missing() -> None:
     assert presence.ask(KEYS[:1]) == [True]
 
 
+def test_what_is_written_while_it_is_asked_for_is_not_missing() -> None:
+    engine = Engine()
+    engine.go.clear()
+    presence = Presence(engine.exists, missing_seconds=3600)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(presence.ask, KEYS[:2])
+        eventually(lambda: len(engine.questions) == 1, "nobody asks")
+        presence.written(KEYS[:1])
+        engine.go.set()
+        assert asked.result() == [False, False]
+    engine.there.add(KEYS[0])
+    assert presence.ask(KEYS[:2]) == [True, False]
+    assert engine.questions[1:] == [KEYS[:1]]
+
+
 def test_without_a_time_nothing_is_remembered() -> None:
     engine = Engine()
     presence = Presence(engine.exists, missing_seconds=0)

@@ -15,7 +15,9 @@ from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId
 from kvstrata.core.units import human_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from kvstrata.storage.remote.object_gc import GcReport
+    from kvstrata.core.remote_tiers import ObjectTier
+    from kvstrata.storage.remote.object_access import ObjectAccess
+    from kvstrata.storage.remote.object_gc import GcReport, GcRule
 
 __all__ = ["gc"]
 
@@ -27,7 +29,8 @@ def gc(  # noqa: PLR0913 - each is an option
     url: Annotated[
         str,
         typer.Argument(
-            metavar="URL", help="As in the settings of the tier, for example s3://bucket/prefix."
+            metavar="URL",
+            help="As in the settings of the tier, for example s3://bucket/prefix?endpoint=….",
         ),
     ],
     *,
@@ -72,26 +75,68 @@ def gc(  # noqa: PLR0913 - each is an option
     rest), and with 2 for wrong input.
     """
     with reported():
-        if older_than is None and keep is None:
-            raise ConfigError("nothing says what to delete", hint="give --older-than or --keep")
-        from kvstrata.storage.remote.object_access import ObjectAccess
-        from kvstrata.storage.remote.object_gc import GcRule, collect
+        tier = _tier(url)
+        from kvstrata.storage.remote.object_gc import collect
 
-        rule = GcRule(
-            older_than_seconds=None if older_than is None else _seconds(older_than),
-            keep_bytes=None if keep is None else parse_bytes(keep),
-            namespace=None if namespace is None else _namespace(namespace),
-            dry_run=dry_run,
-        )
-        access = ObjectAccess(endpoint=endpoint, region=region)
+        rule = _rule(tier, older_than, keep, namespace, dry_run=dry_run)
         with _progress() as progress:
-            report = collect(url, rule, access=access, progress=progress)
+            report = collect(
+                tier.url, rule, access=_access(tier, endpoint, region), progress=progress
+            )
     if as_json:
         plain = asdict(report) | {"left_bytes": report.left_bytes, "dry_run": dry_run}
         typer.echo(json.dumps(plain, indent=2))
     else:
         for line in _lines(report, dry_run=dry_run):
             typer.echo(line)
+
+
+def _tier(url: str) -> "ObjectTier":
+    """The tier that *url* names, with the settings in its query."""
+    from kvstrata.core.load import load_config
+    from kvstrata.core.remote_tiers import ObjectTier
+
+    lowest = load_config({"tiers": f"host | {url}"}, environ={}, overrides_name="URL").lowest_tier
+    if not isinstance(lowest, ObjectTier):
+        raise ConfigError(
+            "only object stores are collected", hint="give s3://, gs:// or az:// and a bucket"
+        )
+    return lowest
+
+
+def _rule(
+    tier: "ObjectTier",
+    older_than: str | None,
+    keep: str | None,
+    namespace: str | None,
+    *,
+    dry_run: bool,
+) -> "GcRule":
+    from kvstrata.storage.remote.object_gc import GcRule
+
+    age = tier.ttl_seconds if older_than is None else _seconds(older_than)
+    if age is None and keep is None:
+        raise ConfigError(
+            "nothing says what to delete",
+            hint="give --older-than or --keep, or ttl_seconds with the URL",
+        )
+    return GcRule(
+        older_than_seconds=age,
+        keep_bytes=None if keep is None else parse_bytes(keep),
+        namespace=None if namespace is None else _namespace(namespace),
+        dry_run=dry_run,
+    )
+
+
+def _access(tier: "ObjectTier", endpoint: str | None, region: str | None) -> "ObjectAccess":
+    from kvstrata.storage.remote.object_access import ObjectAccess
+
+    return ObjectAccess(
+        endpoint=endpoint or tier.endpoint,
+        region=region or tier.region,
+        anonymous=tier.anonymous,
+        parallel=tier.parallel,
+    )
 
 
 @contextmanager

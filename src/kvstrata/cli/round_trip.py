@@ -31,6 +31,7 @@ PROBE_BLOCK_BYTES: Final = 64 * 1024
 _PROBE_BLOCKS: Final = 4
 _PROBE_TIER_BYTES: Final = 4 * _PROBE_BLOCKS * PROBE_BLOCK_BYTES
 _PROBE_SECONDS: Final = 10.0
+_JOIN_SECONDS: Final = 0.2
 
 
 def round_trip(config: Config) -> str:
@@ -67,7 +68,10 @@ def remote_round_trip(tier: RemoteTier) -> str:
     block, buffer = secrets.token_bytes(PROBE_BLOCK_BYTES), bytearray(PROBE_BLOCK_BYTES)
     with closing(open_remote(tier, block_bytes=PROBE_BLOCK_BYTES, memory=None)) as store:
         began = time.monotonic()
-        (written,) = store.write([key], [None], [memoryview(block)])
+        while (written := store.write([key], [None], [memoryview(block)])[0]) is Write.FULL:
+            if time.monotonic() - began > _PROBE_SECONDS:
+                break
+            time.sleep(_JOIN_SECONDS)  # what this node gives to a pool may not have joined it yet
         if written is not Write.STORED:
             raise TierUnavailable(f"it has no room for a block ({written.value})", cause="full")
         (read,) = store.read_into([key], [memoryview(buffer)])

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -81,6 +81,7 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
                 hint="give --host-size, --disk, --shared and --remote to 'kvstrata server'",
             )
         overrides = overrides_of(config=config, tiers=tiers, socket=attach)
+        _refuse_secrets(overrides)
         warnings = _check(overrides)
         transfer = {
             "kv_connector": _CONNECTOR,
@@ -101,6 +102,20 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
         typer.echo(shlex.join(command))
         return
     os.execv(command[0], command)
+
+
+def _refuse_secrets(overrides: Mapping[str, object]) -> None:
+    """Tiers that an option names go to vLLM on its command line, which everybody here can read."""
+    from kvstrata.core.pipeline import redact
+
+    tiers = overrides.get("tiers", [])
+    for tier in tiers if isinstance(tiers, list) else []:
+        url = str(tier.get("url", ""))
+        if tier["kind"] == "valkey" and redact(url) != url:
+            raise ConfigError(
+                f"the password in {redact(url)} would be on the command line of vLLM, for all to see",
+                hint="put it in a file and name that: ?password_file=/run/secrets/valkey",
+            )
 
 
 def vllm_command(model: str) -> list[str]:

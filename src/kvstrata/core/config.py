@@ -103,7 +103,7 @@ class Contradictions(ConfigError):
 class Config(BaseModel):
     """What an operator can set."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     tiers: Tiers = Field(
         default=_DEFAULT_TIERS,

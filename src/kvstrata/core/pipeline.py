@@ -55,8 +55,16 @@ _DEPTHS: Final[dict[str, int]] = {
     "disk": 1,
 }  # all others are below, and exclude each other
 _LOWEST: Final = 2
+_EXAMPLES: Final = {
+    "objects": "s3://bucket/prefix",
+    "valkey": "valkey://cache:6379",
+    "mooncake": "mooncake://master:50051",
+}
 _WORD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*")
-_USERINFO: Final = re.compile(r"(://)[^|\s]*@")
+# Up to the last @ of all: what is between may hold anything if somebody has not encoded it.
+_USERINFO: Final = re.compile(
+    r"((?:valkeys?|rediss?|unix|mooncake|s3|gs|az):/{0,2}|://).*@", re.DOTALL | re.IGNORECASE
+)
 _QUERY: Final = re.compile(r"(://[^|\s?]*\?)[^|\s]+")
 
 
@@ -227,14 +235,14 @@ def _parse_url(text: str, segment: _Segment, kind: Kind) -> dict[str, object]:
     url, _, query = segment.text.partition("?")
     if url_scheme(url) is None:
         message = f"{_a(kind)} tier needs an address"
-        raise _error(text, segment.start, message, "for example s3://bucket/prefix")
+        raise _error(text, segment.start, message, f"for example {_EXAMPLES[kind]}")
     tier: dict[str, object] = {"kind": kind, "url": url}
     position = segment.start + len(url) + 1
     for pair in query.split("&") if query else []:
         name, equals, value = pair.partition("=")
         if not equals or not name or name in tier:
             message = "expected NAME=VALUE, each name once, with '&' between"
-            raise _error(text, position, message, f"for example {url}?timeout_seconds=1")
+            raise _error(text, position, message, "for example s3://bucket/a?timeout_seconds=1")
         tier[name] = unquote(value)
         position += len(pair) + 1
     return tier

@@ -25,7 +25,7 @@ _Name = Annotated[str, Field(min_length=1)]
 class RemoteTier(BaseModel):
     """What the remote tiers have in common."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     kind: str
     url: str = Field(description="Address.", examples=["s3://bucket/prefix"])
@@ -68,7 +68,7 @@ class RemoteTier(BaseModel):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """No secret of the address is ever shown."""
         for name, value in super().__repr_args__():
-            yield name, redact(str(value)) if name == "url" else value
+            yield name, redact(value) if isinstance(value, str) else value
 
 
 class ObjectTier(RemoteTier):
@@ -117,6 +117,15 @@ class ObjectTier(RemoteTier):
         ),
         examples=["604800"],
     )
+
+    @model_validator(mode="after")
+    def _is_what_the_cloud_knows(self) -> "ObjectTier":
+        if not self.url.lower().startswith("s3:") and (self.region or self.sign_payload):
+            raise ConfigError(
+                "region and sign_payload mean something for s3:// only",
+                hint="take them away from a tier at gs:// or az://",
+            )
+        return self
 
 
 class ValkeyTier(RemoteTier):

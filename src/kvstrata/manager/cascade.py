@@ -40,7 +40,6 @@ from kvstrata.transfer.read_meter import ReadMeter
 _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS: Final = 0.005
-_HUNG_SECONDS: Final = 10.0  # a call that takes longer counts as a failure
 _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
 
@@ -57,6 +56,7 @@ class CascadeSettings(NamedTuple):
 
     limits: TransferLimits = TransferLimits()
     search: SearchLimits = SearchLimits()
+    hung_seconds: float = 10.0  # a call that takes longer counts as a failure
     upkeep: Callable[[], None] | None = None
 
 
@@ -101,7 +101,9 @@ class Cascade:
         self._batch_blocks = max(1, WRITE_BATCH_BYTES // size.block_bytes)
         timed = TimedStore(store, partial(cache.counters.operations.observe, tier))
         asked = timed if tier == "disk" else RetryStore(CountedStore(timed, self._count_fault))
-        self._store = BreakerStore(LeadingStore(asked), name=tier, slow_seconds=_HUNG_SECONDS)
+        self._store = BreakerStore(
+            LeadingStore(asked), name=tier, slow_seconds=settings.hung_seconds
+        )
         self._batches = Gate()  # a batch is inside while it is on its way to the store
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
         self._taking = threading.Lock()  # held while a batch is taken and room is made for it
@@ -244,7 +246,8 @@ class Cascade:
                     return 0
                 self._write(batch)
         except TierUnavailable as e:
-            _log.warning("writing blocks to %s failed: %s", self._tier, e)
+            if not self._store.is_open:  # else the breaker has said so
+                _log.warning("writing blocks to %s failed: %s", self._tier, e)
             return 0
         return len(batch.keys) * self._block_bytes
 

@@ -14,6 +14,7 @@ from kvstrata.transfer.engine import TransferLimits
 
 __all__ = [
     "disk_limits_of",
+    "hung_seconds_of",
     "make_policy",
     "policy_of",
     "remote_limits_of",
@@ -25,6 +26,7 @@ _DOUBLING_BLOCKS: Final = 512
 
 # Side by side in each read thread: answers come late, and each at its own pace.
 _FAR_READ_BLOCKS: Final = 4
+_HUNG_SECONDS: Final = 10.0
 
 
 def make_policy(
@@ -71,6 +73,13 @@ def disk_limits_of(tier: DiskTier | None) -> TransferLimits:
 def remote_limits_of(config: Config) -> TransferLimits:
     is_far = isinstance(config.lowest_tier, ObjectTier)
     return TransferLimits(read_blocks=_FAR_READ_BLOCKS if is_far else 1)
+
+
+def hung_seconds_of(config: Config) -> float:
+    """After which a call to the lowest tier has certainly gone wrong: far beyond its own limit."""
+    lowest = config.lowest_tier
+    own_seconds = lowest.timeout_seconds if isinstance(lowest, RemoteTier) else 0.0
+    return max(_HUNG_SECONDS, 4 * own_seconds)  # it may be asked again, block by block
 
 
 def search_limits_of(config: Config) -> SearchLimits:

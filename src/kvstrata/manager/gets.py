@@ -343,11 +343,11 @@ class Gets:
         self._read(arrivals)
 
     def _begin(self, arrival: _Arrival, start: int, count: int) -> bool:
-        """Whether *count* blocks of *arrival* are to be read: not if all who asked have left."""
+        """Whether *count* blocks of *arrival* are to be read: not if nobody has a use for them."""
         with self._lock:
-            if any(task.state not in FINAL for task in arrival.tasks):
-                return True
             ids = arrival.ids[start : start + count]
+            if any(_wants(task, ids) for task in arrival.tasks):
+                return True
             for block in ids.tolist():
                 del self._arrivals[block]
             self._cache.disappoint(ids, np.zeros(len(ids), np.bool_), arrival.source)
@@ -366,6 +366,17 @@ class Gets:
             self._counters.add(metrics.CORRUPT_BLOCKS, sum(r is Read.CORRUPT for r in reads))
             self._cache.fill(ids[hit], ARRIVING)
             self._cache.disappoint(ids[~hit], absent[~hit], arrival.source)
+            if not hit.all():
+                for task in arrival.tasks:
+                    self._cut(task)
+
+    def _cut(self, task: GetTask) -> None:
+        """What lies behind a block that does not come is of no use to *task*. Needs the lock."""
+        if task.state is not TaskState.PROMOTING:
+            return  # what a search finds has to follow on all that it began with
+        coming = leading(self._cache.has(task.ids, HOST | ARRIVING))
+        self._cache.unlease(task.ids[coming:])
+        task.ids = task.ids[:coming]
 
     def _is_waiting(self, task: GetTask) -> bool:
         _, somewhere = self._cache.places(task.ids)
@@ -407,3 +418,8 @@ class Gets:
         """The tier to be asked for blocks that the index does not know."""
         remote = self._lower.get("remote")
         return None if remote is None or remote.owes_drop(namespace) else remote
+
+
+def _wants(task: GetTask, ids: BlockIds) -> bool:
+    """Whether *task* still waits for some of *ids*."""
+    return task.state not in FINAL and bool(np.isin(ids, task.ids).any())

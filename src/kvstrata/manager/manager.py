@@ -20,6 +20,7 @@ from kvstrata.core.write_rule import WriteRule, parse_write_rule
 from kvstrata.manager.cascade import Cascade, CascadeSettings
 from kvstrata.manager.choices import (
     disk_limits_of,
+    hung_seconds_of,
     policy_of,
     remote_limits_of,
     search_limits_of,
@@ -148,6 +149,7 @@ class KVManager:
             settings = CascadeSettings(
                 limits=remote_limits_of(config),
                 search=search_limits_of(config),
+                hung_seconds=hung_seconds_of(config),
                 upkeep=self._storage.upkeep,
             )
             lower["remote"] = Cascade("remote", store, self._cache, self._desk, settings)

@@ -1,5 +1,6 @@
 """StorageEngine: the storage of every tier, and the handles on it."""
 
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from kvstrata.core.layout import (
     group_offsets_bytes,
 )
 from kvstrata.core.limits import resolve_host_capacity
+from kvstrata.core.remote_tiers import ObjectTier
 from kvstrata.core.tiers import DiskTier, HostTier, LowestTier, SharedTier, Tier
 from kvstrata.core.types import EXACT, BlockFormat
+from kvstrata.core.units import human_bytes
 from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.device import Tensor, device_handle
 from kvstrata.storage.disk import DiskStore
@@ -33,9 +36,13 @@ from kvstrata.storage.shared_fs import SharedFsStore
 from kvstrata.storage.shared_fs_directory import check_directory
 from kvstrata.storage.store import Store
 from kvstrata.storage.superblock import SUPERBLOCK_NAME
+from kvstrata.storage.wrap import ApartStore
 
 __all__ = ["StorageEngine", "check_directories_of"]
 
+_log = logging.getLogger(__name__)
+
+_SMALL_OBJECT_BYTES: Final = 1 << 20
 _KV_ELEMENT_BYTES: Final = 2  # bf16 and fp16; blocks of other types shrink less
 
 
@@ -202,11 +209,17 @@ class StorageEngine:
                 tier.path, block_bytes=kept_bytes, capacity_bytes=tier.capacity
             )
         else:
+            if isinstance(tier, ObjectTier) and kept_bytes < _SMALL_OBJECT_BYTES:
+                _log.warning(
+                    "objects of %s, and each costs a request: set tokens_per_block so that a block "
+                    "is larger",
+                    human_bytes(kept_bytes),
+                )
             store = open_remote(tier, block_bytes=kept_bytes, memory=memory.mapping)
         if not tier.compress:
             return store
         try:
-            return CompressedStore(store, _KV_ELEMENT_BYTES)
+            return CompressedStore(ApartStore(store, b"compressed"), _KV_ELEMENT_BYTES)
         except ConfigError:
             store.close()
             raise

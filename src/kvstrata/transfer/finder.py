@@ -16,6 +16,7 @@ __all__ = ["Finder"]
 _log = logging.getLogger(__name__)
 
 _THREADS: Final = 2
+_STALE_SECONDS: Final = 1.0
 _MOST_WAITING: Final = 64  # searches; what comes on top finds nothing
 
 
@@ -37,7 +38,7 @@ class Finder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*width* is how many keys are asked for at once. After *search_seconds* a search asks no
-        more, and answers with what it knows.
+        more, and answers with what it knows; one that has waited for its turn far longer asks nothing.
         """
         self._presence = presence
         self._width = max(2, width)
@@ -66,6 +67,9 @@ class Finder:
     def _find(self, keys: Sequence[StoreKey], done: Callable[[int], None], deadline: float) -> None:
         self._room.release()
         found = 0
+        if self._clock() > deadline + _STALE_SECONDS:  # whoever asked has left
+            done(found)
+            return
         try:
             found = self._search(keys, deadline)
         except KVStrataError as e:

@@ -16,9 +16,10 @@ _MOST_MISSING: Final = 1 << 16  # keys; the oldest answers are forgotten first
 class _Question:
     """Keys that one thread asks for, and others wait for."""
 
-    __slots__ = ("answered", "answers")
+    __slots__ = ("answered", "answers", "outdated")
 
     def __init__(self) -> None:
+        self.outdated: set[StoreKey] = set()  # written by this node since it was asked
         self.answered = threading.Event()
         self.answers: dict[StoreKey, bool] = {}  # empty if the store could not tell
 
@@ -78,6 +79,8 @@ class Presence:
         with self._lock:
             for key in keys:
                 self._missing.pop(key, None)
+                if key in self._asked:
+                    self._asked[key].outdated.add(key)
 
     def _ask(self, mine: _Question, asked: Sequence[StoreKey]) -> None:
         there: list[bool] = []
@@ -90,7 +93,7 @@ class Presence:
                     del self._asked[key]
                 for key, is_there in zip(asked, there, strict=bool(there)):
                     mine.answers[key] = is_there
-                    if not is_there and self._missing_seconds:
+                    if not is_there and self._missing_seconds and key not in mine.outdated:
                         self._missing[key] = until
                         self._missing.move_to_end(key)
                 while len(self._missing) > _MOST_MISSING:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from vllm.v1.request import Request
@@ -11,6 +12,8 @@ __all__ = ["Awaits"]
 _log = logging.getLogger(__name__)
 
 _KEY: Final = "kvstrata_wait_seconds"
+_OURS: Final = "kvstrata_"
+_MOST: Final = 16  # unknown names that are warned of
 _MOST_SECONDS: Final = 60.0
 
 
@@ -23,17 +26,27 @@ class Awaits:
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
+        self._warned: set[str] = set()
 
     def is_on(self, request: Request) -> bool:
         """Whether *request* waits at this moment."""
         params = request.kv_transfer_params
-        if not params or _KEY not in params:
+        if not params:
+            return False
+        if _KEY not in params:
+            self._warn_of_unknown(params)
             return False
         until = self._until.get(request.request_id)
         if until is None:
             until = time.monotonic() + _seconds(params[_KEY])
             self._until[request.request_id] = until
         return time.monotonic() < until
+
+    def _warn_of_unknown(self, params: Mapping[str, object]) -> None:
+        for name in params:
+            if name.startswith(_OURS) and name not in self._warned and len(self._warned) < _MOST:
+                self._warned.add(name)
+                _log.warning("%.50r in kv_transfer_params is unknown: did you mean %s?", name, _KEY)
 
     def finished(self, request_id: str) -> None:
         self._until.pop(request_id, None)

@@ -91,7 +91,25 @@ class Loads:
         Waits ``lookup_wait_seconds`` for the answer, once a lookup. A request that awaits blocks
         which another engine is about to store (``Awaits``) asks until it has them all.
         """
-        if not self._may_load(request) or not self._link.ready:
+        if not self._may_load(request):
+            return 0
+        tokens = self._look(request, namespace, computed)
+        if tokens is None or not self._awaits.is_on(request):
+            return tokens
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None:
+            asks_for_more = self._math.known_blocks(request) * self._math.tokens > computed
+            return None if asks_for_more and not self._link.ready else tokens
+        if lookup.is_whole and lookup.connection == self._link.number:
+            return tokens
+        if lookup.age_seconds > _ASK_AGAIN_SECONDS:
+            self._drop(request.request_id)
+            self._ask(request, namespace, computed)
+        return None
+
+    def _look(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
+        """What ``match`` answers for a request that awaits nothing."""
+        if not self._link.ready:
             return 0
         lookup = self._fresh_lookup(request, namespace, computed)
         if lookup is None:
@@ -100,11 +118,6 @@ class Loads:
         if lookup.connection != self._link.number:
             return 0
         if not self._settled(lookup):
-            return None
-        if self._awaits.is_on(request) and not lookup.is_whole:
-            if lookup.age_seconds > _ASK_AGAIN_SECONDS:
-                self._drop(request.request_id)
-                self._ask(request, namespace, computed)
             return None
         if lookup.status is None or not lookup.status.slots:
             return 0

@@ -188,9 +188,9 @@ def serve_lanes(life: socket.socket, orders: Orders, library: Any) -> None:
         threading.Thread(target=agent.serve, args=[lane], daemon=True).start()
 
 
-def main(argument: str, life_fd: int) -> None:
-    """Do what the orders say until the socket *life_fd* is closed."""
-    orders = msgspec.json.decode(argument, type=Orders)
+def main(life_fd: int) -> None:
+    """Do what the orders on standard input say until the socket *life_fd* is closed."""
+    orders = msgspec.json.decode(sys.stdin.buffer.read(), type=Orders)
     _quiet()
     for name, value in orders.environment.items():
         os.environ.setdefault(name, value)
@@ -217,4 +217,4 @@ def _quiet() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -36,13 +36,18 @@ def start_agent(orders: Orders) -> tuple["subprocess.Popen[bytes]", socket.socke
                 sys.executable,
                 "-m",
                 "kvstrata.storage.remote.mooncake_agent",
-                msgspec.json.encode(orders).decode(),
                 str(theirs.fileno()),
             ],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             pass_fds=[theirs.fileno(), *(fd for fd, _ in orders.memories)],
             start_new_session=True,  # a Ctrl-C at the terminal is not for it
         )
+    assert process.stdin is not None
+    with (
+        suppress(BrokenPipeError),
+        process.stdin as orders_to,
+    ):  # then it says nothing on the socket
+        orders_to.write(msgspec.json.encode(orders))  # on its command line all could read them
     return process, ours
 
 

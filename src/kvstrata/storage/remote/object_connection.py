@@ -15,7 +15,9 @@ from typing import Final, NamedTuple
 __all__ = ["Address", "Answer", "Connection", "Exchange", "Nonsense", "Steps", "Wait"]
 
 _INBOX_BYTES: Final = 16 << 10  # the longest head, and the longest error that is read
+_MOST_HEADS: Final = 8  # of one answer: announcements (100 Continue) come before it
 _WORTHWHILE_BYTES: Final = 256 << 10
+_COUNT: Final = re.compile(r"[0-9]{1,18}")
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: |$)")
 _CODE: Final = re.compile(rb"<Code>([A-Za-z0-9]{1,64})</Code>")
 
@@ -150,7 +152,7 @@ class Connection:
         return stays_open and left == 0
 
     def _receive_head(self) -> Generator[Wait, None, tuple[int, dict[str, str], bool]]:
-        while True:
+        for _ in range(_MOST_HEADS):
             while (end := self._unread().find(b"\r\n\r\n")) < 0:
                 if self._received == _INBOX_BYTES and not self._make_room():
                     raise Nonsense("an answer with a head that has no end")
@@ -160,6 +162,7 @@ class Connection:
             status, fields, stays_open = _parse_head(head)
             if status >= 200:
                 return status, fields, stays_open
+        raise Nonsense("an answer that is announced again and again, and does not come")
 
     def _receive_error(self, body_bytes: int | None) -> Generator[Wait, None, tuple[str, bool]]:
         """Read a body that tells what is wrong: its code, and whether that was all of it."""
@@ -267,7 +270,7 @@ def _parse_head(head: bytes) -> tuple[int, dict[str, str], bool]:
 def _length(fields: dict[str, str]) -> int | None:
     """Bytes of the body; ``None`` if the head does not say."""
     length = fields.get("content-length", "")
-    if "transfer-encoding" in fields or not length.isascii() or not length.isdigit():
+    if "transfer-encoding" in fields or not _COUNT.fullmatch(length):
         return None
     return int(length)
 

@@ -68,16 +68,24 @@ class HttpClient:
         count = min(self._parallel, len(pending))
         idle = self._take_idle(count)
         addresses = _Addresses(lambda: self._resolve(self._name, self._port, deadline))
+        is_done = False
         try:
             _drive([self._work(pending, idle, addresses) for _ in range(count)], deadline)
+            is_done = True
         finally:
             for connection in idle:  # of workers that have not begun
                 connection.close()
+            if not is_done:  # the way that the others took may be gone too
+                self._close_idle()
 
     def close(self) -> None:
         """Close what is idle; connections in use are closed when their calls end."""
         with self._lock:
             self._is_closed = True
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()

@@ -20,7 +20,7 @@ import obstore
 
 from kvstrata.core.types import Write
 from kvstrata.storage.remote.object_access import Place, is_proxied, tls_context
-from kvstrata.storage.remote.object_connection import Address, Answer, Exchange
+from kvstrata.storage.remote.object_connection import Address, Answer, Exchange, Nonsense
 from kvstrata.storage.remote.object_faults import Refused, is_full, names_no_object
 from kvstrata.storage.remote.object_http import HttpClient, resolve
 from kvstrata.storage.remote.object_library import Library
@@ -42,6 +42,7 @@ _UNDERSTOOD: Final[Mapping[_Method, frozenset[int]]] = {
     "GET": frozenset({200, 404}),
     "PUT": frozenset({200, 409, 412, 507}),
 }
+_MOST_DIGITS: Final = 18  # of a length
 _TRIALS: Final = 3  # calls in a row that only obstore can do, before it does them all
 
 
@@ -186,9 +187,10 @@ def _fate(answer: Answer | None) -> Write:
 
 
 def _found(name: str, fields: dict[str, str]) -> Found:
-    return Found(
-        name, int(fields["content-length"]), _modified_seconds(fields), fields.get("etag", "")
-    )
+    length = fields.get("content-length", "")
+    if not length.isascii() or not length.isdigit() or len(length) > _MOST_DIGITS:
+        raise Nonsense("an object of an unknown length")
+    return Found(name, int(length), _modified_seconds(fields), fields.get("etag", ""))
 
 
 def _modified_seconds(fields: dict[str, str]) -> float:

@@ -1,12 +1,9 @@
 """Makes the store of a remote tier."""
 
-import logging
 from pathlib import Path
-from typing import Final
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, RemoteTier, ValkeyTier
-from kvstrata.core.units import human_bytes
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.remote.mooncake import MooncakeStore
 from kvstrata.storage.remote.mooncake_node import MooncakeNode
@@ -17,10 +14,6 @@ from kvstrata.storage.remote.valkey_address import Login, TlsFiles, ValkeyAccess
 from kvstrata.storage.store import Store
 
 __all__ = ["open_remote"]
-
-_log = logging.getLogger(__name__)
-
-_SMALL_OBJECT_BYTES: Final = 1 << 20
 
 
 def open_remote(tier: RemoteTier, *, block_bytes: int, memory: HostMapping | None) -> Store:
@@ -40,11 +33,6 @@ def open_remote(tier: RemoteTier, *, block_bytes: int, memory: HostMapping | Non
 
 
 def _objects(tier: ObjectTier, block_bytes: int) -> Store:
-    if block_bytes < _SMALL_OBJECT_BYTES:
-        _log.warning(
-            "objects of %s: each costs a request; set tokens_per_block so that a block is larger",
-            human_bytes(block_bytes),
-        )
     return ObjectStore(
         tier.url,
         block_bytes=block_bytes,
@@ -101,9 +89,15 @@ def _secret(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text().strip()
+        secret = path.read_text().strip()
     except (OSError, ValueError) as e:
         raise ConfigError(
             f"the password file {path} of the valkey tier cannot be read: {e}",
             hint="check its path, and that this user may read it",
         ) from e
+    if not secret:
+        raise ConfigError(
+            f"the password file {path} of the valkey tier is empty",
+            hint="write the password into it, or take the setting away",
+        )
+    return secret

@@ -6,6 +6,7 @@ ROLE with sentinels, CLUSTER SLOTS and ASKING in a cluster.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -31,6 +32,8 @@ _DEFAULT_ACCESS: Final = ValkeyAccess()
 _LONGEST_BYTES: Final = 512 << 20  # of a string, by the servers' default
 _SEARCH_WIDTH: Final = 64  # keys asked for in about the time that the way there and back takes
 _SCANNED: Final = 1000  # keys looked at by one SCAN
+_KEY_HEX: Final = 64
+_BLOCK: Final = re.compile(rb":[0-9a-f]{%d}\Z" % _KEY_HEX)  # what names of blocks end with
 _SCANS: Final = 3  # of the whole server at most, for what moves while it is read
 
 
@@ -146,7 +149,8 @@ class ValkeyStore:
         """
         if len(namespace_id) != NAMESPACE_ID_BYTES:
             raise InvariantViolated(f"a namespace id of {len(namespace_id)} bytes")
-        pattern = b"%b:%b:*" % (self._prefix, namespace_id.hex().encode())
+        # As long as the name of a block: a pattern has no repetition.
+        pattern = b"%b:%b:%b" % (self._prefix, namespace_id.hex().encode(), b"?" * _KEY_HEX)
         deleted = 0
         for _ in range(_SCANS):
             found = self._drop(pattern)
@@ -177,7 +181,8 @@ class ValkeyStore:
                     )
                     match answer:
                         case [bytes() as cursor, list() as names]:
-                            deleted += sum(self._unlink(session, names))
+                            ours = [name for name in names if _BLOCK.search(name)]
+                            deleted += sum(self._unlink(session, ours))
                         case _:
                             raise NotRespError(f"a scan that gives {type(answer)}")
                 if cursor == b"0":
