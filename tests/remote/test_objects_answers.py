@@ -184,6 +184,22 @@ def test_what_is_not_http_is_a_fault(
     assert raised.value.cause == "refused"
 
 
+def test_announcements_without_end_are_a_fault(server: OddServer, store: ObjectStore) -> None:
+    server.answer = lambda _: b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000 + OBJECT
+    with pytest.raises(TierUnavailable) as caught:
+        read(store)
+    assert caught.value.cause == "refused"
+
+
+@pytest.mark.parametrize("length", ["abc", "-1", "9" * 5000])
+def test_a_length_that_is_no_number_is_a_fault(
+    server: OddServer, store: ObjectStore, length: str
+) -> None:
+    server.answer = lambda _: f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode()
+    with pytest.raises(TierUnavailable):
+        store.exists([key(1)])
+
+
 def test_bytes_that_trickle_do_not_move_the_deadline(server: OddServer) -> None:
     """One second for the call, however many requests and however slowly each is answered."""
     with (

@@ -1,6 +1,8 @@
 """KV events over ZMQ: frames, topics, numbers, replays, and a publisher that nobody waits for."""
 
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -236,6 +238,31 @@ def test_what_is_kept_for_replays_is_bounded(
         publisher.publish(topic, [])
     assert publisher.topics == ["b", "c"]
     publisher.close()
+
+
+def test_those_who_ask_for_replays_and_do_not_read_take_no_memory(
+    tmp_path: Path, context: "Sockets"
+) -> None:
+    publisher = KVPublisher(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
+    for _ in range(400):
+        hashes: list[int | bytes] = [os.urandom(32) for _ in range(1024)]
+        publisher.publish("t", [BlockRemoved(hashes, "CPU")])
+    assert publisher._kept_bytes > 12 << 20
+    asking = [context.socket(zmq.DEALER) for _ in range(12)]
+    before = resident_bytes()
+    for socket in asking:
+        socket.set_hwm(1)
+        socket.connect(f"ipc://{tmp_path}/r")
+        socket.send_multipart([b"", (0).to_bytes(8, "big")])
+    for _ in range(100):
+        publisher.answer_replays()
+        time.sleep(0.005)  # for requests that are on their way
+    assert resident_bytes() - before < 64 << 20
+    publisher.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_nobody_needs_to_subscribe(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ _UNSENT_MESSAGES: Final = 10_000  # that wait for one subscriber; then it loses 
 _KEPT_MESSAGES: Final = 10_000  # for replay
 _KEPT_BYTES: Final = 64 << 20
 _MOST_TOPICS: Final = 4096
+_COPIED_BYTES: Final = 1024  # of a frame; a longer one is sent from where it is
 _REPLAYS_AT_A_TIME: Final = 8
 _LINGER_MS: Final = 500  # for what is unsent at the end
 _END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -48,6 +49,7 @@ class KVPublisher:
             self._pub = self._bound(zmq.PUB, address, "kv_events")
             if replay_address is not None:
                 self._replay = self._bound(zmq.ROUTER, replay_address, "kv_events_replay")
+                self._replay.copy_threshold = _COPIED_BYTES
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -112,5 +114,6 @@ class KVPublisher:
         for name, sequence, payload in self._kept:
             if sequence >= start:
                 number = sequence.to_bytes(_SEQUENCE_BYTES, "big")
-                self._replay.send_multipart([who, b"", name, number, payload])
+                # Who asks and does not read keeps nothing but references to what is kept anyway.
+                self._replay.send_multipart([who, b"", name, number, payload], copy=False)
         self._replay.send_multipart([who, b"", b"", _END, b""])
