@@ -127,11 +127,12 @@ class MooncakeStore:
                     calls.lane.headers[number][:] = header
                     if room is not None:
                         room[:] = buffers[block].cast("B")
-                stored = self._put(calls, [keys[place.block] for place in places], places)
-                for place in places:
-                    fates[place.block] = stored[keys[place.block]]
+                codes = calls.put([keys[place.block] for place in places], places)
+                for place, code in zip(places, codes, strict=True):
+                    fates[place.block] = Write.FULL if code else Write.STORED
             if missing and calls.failures == len(missing):
                 raise calls.fault()
+        self._ledger.wrote(fates.count(Write.STORED))
         return [
             Write.FULL if fates[first[key]] is Write.FULL else fate
             for key, fate in zip(keys, fates, strict=True)
@@ -179,18 +180,6 @@ class MooncakeStore:
         deadline = time.monotonic() + self._timeout_seconds
         with self._library.lane(deadline) as lane:
             yield Calls(lane, deadline, prefix=self._prefix, silence_seconds=self._silence_seconds)
-
-    def _put(
-        self, calls: Calls, keys: Sequence[StoreKey], places: Sequence[Place]
-    ) -> dict[StoreKey, Write]:
-        codes = calls.put(keys, places)
-        there = calls.exist(keys)  # not what somebody else has begun and will never end
-        stored = [code == 0 and key in there for key, code in zip(keys, codes, strict=True)]
-        self._ledger.wrote(sum(stored))
-        return {
-            key: Write.STORED if done else Write.FULL
-            for key, done in zip(keys, stored, strict=True)
-        }
 
 
 def _read(

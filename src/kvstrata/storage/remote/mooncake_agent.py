@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstrata.storage.remote.mooncake_codes import NO_OBJECT
+from kvstrata.storage.remote.mooncake_codes import NO_OBJECT, NOT_READY
 from kvstrata.storage.remote.mooncake_wire import (
     Answer,
     Drop,
@@ -90,7 +90,7 @@ class Agent:
             case Get(keys, pieces):
                 codes = store.batch_get_into_multi_buffers(keys, *self._buffers(pieces))
             case Put(keys, pieces):
-                codes = store.batch_put_from_multi_buffers(keys, *self._buffers(pieces))
+                codes = self._put(keys, pieces)
             case Head(key, piece):
                 codes = [self._head(key, piece)]
             case Remove(keys):
@@ -98,6 +98,15 @@ class Agent:
             case Drop(pattern):
                 codes = [store.remove_by_regex(pattern, True)]
         return [int(code) for code in codes]
+
+    def _put(self, keys: list[str], pieces: list[list[Piece]]) -> list[int]:
+        """To the library a key that somebody has begun and never ended is as good as stored."""
+        codes = self._store.batch_put_from_multi_buffers(keys, *self._buffers(pieces))
+        there = self._store.batch_is_exist(keys)
+        return [
+            code or (0 if found == 1 else min(found, 0) or NOT_READY)
+            for code, found in zip(codes, there, strict=True)
+        ]
 
     def _sizes(self, keys: list[str]) -> list[int]:
         found = self._store.batch_get_replica_desc(keys)

@@ -86,9 +86,9 @@ class Calls:
         return self._moved([codes[n] for n in names], started_at)
 
     def put(self, keys: Sequence[StoreKey], places: Sequence[Place]) -> list[int]:
-        """Store values that are in *places*, with headers in the lane. Zero: it is under way.
+        """Store values that are in *places*, with headers in the lane. Zero: it is there now.
 
-        A key that is there, or is just being written by somebody, is left alone, and zero too.
+        A key that is there, or is just being written by somebody, keeps its value.
         """
         started_at = time.monotonic()
         request = Put(self._names(keys), self._pieces(places))

@@ -8,6 +8,7 @@ from kvstrata.core.errors import FaultCause
 __all__ = [
     "MASTER_FAULTS",
     "NOT_FOUND",
+    "NOT_READY",
     "NO_OBJECT",
     "NO_ROOM",
     "WRONG_LENGTH",
@@ -15,9 +16,10 @@ __all__ = [
     "has_failed",
 ]
 
+NOT_READY: Final = -703
 NO_OBJECT: Final = -704
 # No usable replica, one that is just being written, no object, no replica, none any more.
-NOT_FOUND: Final = frozenset({-702, -703, NO_OBJECT, -710, -712})
+NOT_FOUND: Final = frozenset({-702, NOT_READY, NO_OBJECT, -710, -712})
 _TRANSFER_FAILED: Final = -800
 WRONG_LENGTH: Final = (-600, _TRANSFER_FAILED)  # where another was asked for; or a node is gone
 NO_ROOM: Final = frozenset({-200, -1700})  # of the segments, or of a tenant's quota

@@ -4,7 +4,6 @@ A frame is its length as u32, little-endian, and one MessagePack message. It goe
 that nobody else has: one for the life of the process, and a lane for each call that runs.
 """
 
-import select
 import socket
 import struct
 import time
@@ -138,13 +137,11 @@ def receive(channel: socket.socket, kind: Any, deadline: float | None = None) ->
     Raises ``EOFError`` or ``OSError`` if the other end is gone, ``TimeoutError`` at *deadline*:
     what has come by then is lost, and with it the channel, unless it is nothing.
     """
-    if not select.select([channel], [], [], _left(deadline))[0]:
-        raise TimeoutError
-    deadline = deadline and deadline + _FRAME_SECONDS
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size, deadline))
     if length > _MOST_BYTES:
         raise EOFError(f"a message of {length} bytes")
-    return msgspec.msgpack.decode(_exactly(channel, length, deadline), type=kind)
+    end = deadline and deadline + _FRAME_SECONDS
+    return msgspec.msgpack.decode(_exactly(channel, length, end), type=kind)
 
 
 def _exactly(channel: socket.socket, length: int, deadline: float | None) -> bytearray:
