@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, get_args
 
 import msgspec
 
-from kvstrata.core.tiers import Eviction
+from kvstrata.core.tier_fields import Eviction
 from kvstrata.core.units import human_bytes, parse_bytes
 from kvstrata.replay.cost import Costs, Model, Rates
 from kvstrata.replay.formats import Reading, open_trace, sample_path

@@ -13,8 +13,8 @@ from tests.remote.objects_engine import BUCKET, KEY_ID, SECRET, RcloneEngine
 from tests.remote.valkey_servers import Server
 
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.storage.remote.mooncake import MooncakeStore
-from kvstrata.storage.remote.valkey import ValkeyStore
+from kvstrata.storage.remote.mooncake.store import MooncakeStore
+from kvstrata.storage.remote.valkey.store import ValkeyStore
 from kvstrata.storage.store import Store
 
 __all__ = ["ENGINES", "Engine", "library_pids"]

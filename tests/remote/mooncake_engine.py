@@ -19,7 +19,7 @@ from tests.remote.subject import START_SECONDS, RemoteEngine, answers, free_port
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.storage.remote.mooncake import MooncakeNode, MooncakeStore
+from kvstrata.storage.remote.mooncake.store import MooncakeNode, MooncakeStore
 from kvstrata.storage.remote.value import MAGIC
 
 _PREFIX: Final = MooncakeNode().prefix

@@ -22,8 +22,8 @@ from tests.remote.proxy import Proxy
 from tests.remote.subject import RemoteEngine, answers, free_port, wait_until
 
 from kvstrata.core.types import StoreKey
-from kvstrata.storage.remote.object_store import ObjectAccess, ObjectStore
-from kvstrata.storage.remote.object_values import Names
+from kvstrata.storage.remote.objects.store import ObjectAccess, ObjectStore
+from kvstrata.storage.remote.objects.values import Names
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig

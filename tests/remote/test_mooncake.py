@@ -10,7 +10,7 @@ from tests.remote.faults import folder_of
 from tests.remote.mooncake_engine import MooncakeEngine
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
-from kvstrata.storage.remote.mooncake import MooncakeNode, MooncakeStore
+from kvstrata.storage.remote.mooncake.store import MooncakeNode, MooncakeStore
 from kvstrata.storage.store import Store
 from kvstrata.testing import StoreConformance, Traits
 

@@ -20,8 +20,8 @@ from tests.remote.proxy import Fault, Proxy
 from kvstrata.core.errors import ConfigError, TierUnavailable
 from kvstrata.core.types import Read, Write
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.storage.remote.mooncake import MooncakeStore
-from kvstrata.storage.remote.mooncake_library import LANES
+from kvstrata.storage.remote.mooncake.library import LANES
+from kvstrata.storage.remote.mooncake.store import MooncakeStore
 from kvstrata.testing.samples import ONE, OTHER, dirty, fetch, key, random_value
 
 BLOCK_BYTES = 256 << 10
@@ -295,7 +295,7 @@ class TestNodes:
     def test_a_segment_whose_process_dies_comes_back(
         self, engine: MooncakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvstrata.storage.remote.mooncake_segment._REVIVE_SECONDS", 0.0)
+        monkeypatch.setattr("kvstrata.storage.remote.mooncake.segment._REVIVE_SECONDS", 0.0)
         node = engine.open_as(block_bytes=BLOCK_BYTES, segment_bytes=32 << 20)
         with closing(node):
             eventually(lambda: len(engine.segments()) == 2, "it does not join the pool")

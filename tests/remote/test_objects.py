@@ -11,7 +11,7 @@ from tests.remote.objects_engine import AzuriteEngine, MotoEngine, ObjectEngine,
 from tests.remote.proxy import Fault, Proxy
 
 from kvstrata.core.types import StoreKey
-from kvstrata.storage.remote.object_values import Names
+from kvstrata.storage.remote.objects.values import Names
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import RetryStore
 from kvstrata.testing import StoreConformance, Traits

@@ -29,10 +29,10 @@ from tests.remote.odd_server import OddServer, answer
 
 from kvstrata.core.errors import ConfigError, TierUnavailable
 from kvstrata.core.types import Read, Write
-from kvstrata.storage.remote.object_access import ObjectAccess, Place
-from kvstrata.storage.remote.object_library import Library
-from kvstrata.storage.remote.object_signed import SignedLibrary
-from kvstrata.storage.remote.object_store import ObjectStore
+from kvstrata.storage.remote.objects.access import ObjectAccess, Place
+from kvstrata.storage.remote.objects.library import Library
+from kvstrata.storage.remote.objects.signed import SignedLibrary
+from kvstrata.storage.remote.objects.store import ObjectStore
 from kvstrata.testing.samples import ONE, dirty, fetch, key, random_value
 
 BLOCK_BYTES = 4096
@@ -312,7 +312,7 @@ def test_a_block_that_is_written_anew_before_it_is_removed_stays(
 def test_a_process_ends_well_right_after_its_last_call(rclone: RcloneEngine) -> None:
     """obstore's asynchronous calls abort it, half of the time."""
     program = (
-        "from kvstrata.storage.remote.object_store import ObjectAccess, ObjectStore\n"
+        "from kvstrata.storage.remote.objects.store import ObjectAccess, ObjectStore\n"
         f"store = ObjectStore('s3://{BUCKET}/exit', block_bytes=4096,\n"
         f"    access=ObjectAccess(endpoint='{rclone.endpoint(*rclone.address())}', "
         "sign_payload={}))\n"

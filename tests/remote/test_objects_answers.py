@@ -13,7 +13,7 @@ from tests.remote.proxy import Fault, Proxy
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import Read, Write
-from kvstrata.storage.remote.object_store import ObjectAccess, ObjectStore
+from kvstrata.storage.remote.objects.store import ObjectAccess, ObjectStore
 from kvstrata.storage.remote.value import header_of
 from kvstrata.testing.samples import dirty, key, random_value
 

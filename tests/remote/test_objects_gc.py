@@ -21,10 +21,10 @@ from typer.testing import CliRunner, Result
 
 from kvstrata.cli.main import app
 from kvstrata.core.types import Read
-from kvstrata.storage.remote.object_access import ObjectAccess
-from kvstrata.storage.remote.object_gc import GcReport, GcRule, collect
-from kvstrata.storage.remote.object_store import ObjectStore
-from kvstrata.storage.remote.object_values import Names
+from kvstrata.storage.remote.objects.access import ObjectAccess
+from kvstrata.storage.remote.objects.gc import GcReport, GcRule, collect
+from kvstrata.storage.remote.objects.store import ObjectStore
+from kvstrata.storage.remote.objects.values import Names
 from kvstrata.storage.remote.value import HEADER_BYTES
 from kvstrata.testing.samples import ONE, OTHER, dirty, key, random_value
 
@@ -128,7 +128,7 @@ def test_the_older_go_before_the_younger(
     put(store, *range(4))
     time.sleep(1.1)  # ages are in seconds
     put(store, *range(4, 8))
-    monkeypatch.setattr("kvstrata.storage.remote.object_gc._BUCKET_SECONDS", 1.0)
+    monkeypatch.setattr("kvstrata.storage.remote.objects.gc._BUCKET_SECONDS", 1.0)
     run(GcRule(keep_bytes=3 * STORED_BYTES, spared_seconds=-10.0))
     left = there(store, *range(8))
     assert len(left) == 3
@@ -178,9 +178,9 @@ def test_a_block_that_is_written_anew_after_it_was_listed_stays(
 ) -> None:
     put(store, 1, 2)
     time.sleep(1.1)  # ages are in seconds
-    monkeypatch.setattr("kvstrata.storage.remote.object_gc._CLOCK_SECONDS", 0.0)
+    monkeypatch.setattr("kvstrata.storage.remote.objects.gc._CLOCK_SECONDS", 0.0)
     later(monkeypatch, DAY_SECONDS)
-    from kvstrata.storage.remote.object_library import Library
+    from kvstrata.storage.remote.objects.library import Library
 
     pages = Library.pages
 

@@ -16,8 +16,8 @@ from tests.remote.valkey_servers import Server, eventually, name_of
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.types import Read, StoreKey, Write
-from kvstrata.storage.remote.valkey import ValkeyAccess, ValkeyStore
-from kvstrata.storage.remote.valkey_address import Login
+from kvstrata.storage.remote.valkey.address import Login
+from kvstrata.storage.remote.valkey.store import ValkeyAccess, ValkeyStore
 from kvstrata.storage.remote.value import header_of
 from kvstrata.storage.store import Store
 from kvstrata.testing import StoreConformance, Traits

@@ -18,8 +18,8 @@ from tests.remote.valkey_servers import Server
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import Read, Write
-from kvstrata.storage.remote.valkey import ValkeyAccess, ValkeyStore
-from kvstrata.storage.remote.valkey_address import TlsFiles
+from kvstrata.storage.remote.valkey.address import TlsFiles
+from kvstrata.storage.remote.valkey.store import ValkeyAccess, ValkeyStore
 from kvstrata.storage.store import Store
 from kvstrata.testing import StoreConformance, Traits
 from kvstrata.testing.samples import dirty, key, random_value

@@ -23,7 +23,7 @@ from valkey.crc import key_slot
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import Read, StoreKey, Write
-from kvstrata.storage.remote.valkey import ValkeyAccess, ValkeyStore
+from kvstrata.storage.remote.valkey.store import ValkeyAccess, ValkeyStore
 from kvstrata.storage.store import Store
 from kvstrata.testing import StoreConformance, Traits
 from kvstrata.testing.samples import ONE, dirty, fetch, key, random_value

@@ -9,8 +9,8 @@ from tests.remote.subject import RemoteEngine
 from tests.remote.valkey_servers import Server, name_of
 
 from kvstrata.core.types import StoreKey
-from kvstrata.storage.remote.valkey import ValkeyAccess, ValkeyStore
-from kvstrata.storage.remote.valkey_address import Login
+from kvstrata.storage.remote.valkey.address import Login
+from kvstrata.storage.remote.valkey.store import ValkeyAccess, ValkeyStore
 from kvstrata.storage.store import Store
 
 _PASSWORD: Final = "sesame"

@@ -3,8 +3,8 @@
 import pytest
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.storage.remote.mooncake_codes import fault_of, has_failed
-from kvstrata.storage.remote.mooncake_node import MasterAddress, MooncakeNode, orders_of
+from kvstrata.storage.remote.mooncake.codes import fault_of, has_failed
+from kvstrata.storage.remote.mooncake.node import MasterAddress, MooncakeNode, orders_of
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstrata.storage.remote.mooncake_library import MOST_KEYS, Lane
-from kvstrata.storage.remote.mooncake_rounds import rounds
-from kvstrata.storage.remote.mooncake_wire import (
+from kvstrata.storage.remote.mooncake.library import MOST_KEYS, Lane
+from kvstrata.storage.remote.mooncake.rounds import rounds
+from kvstrata.storage.remote.mooncake.wire import (
     Answer,
     Failed,
     Get,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.storage.remote.deadline_socket import DeadlineSocket
-from kvstrata.storage.remote.resp import (
+from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket
+from kvstrata.storage.remote.valkey.resp import (
     ErrorReply,
     NotRespError,
     RespReader,

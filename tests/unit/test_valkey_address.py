@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.storage.remote.valkey import ValkeyAccess, ValkeyStore
-from kvstrata.storage.remote.valkey_address import Address, Login, TlsFiles, open_target
+from kvstrata.storage.remote.valkey.address import Address, Login, TlsFiles, open_target
+from kvstrata.storage.remote.valkey.store import ValkeyAccess, ValkeyStore
 
 PLAIN = ValkeyAccess()
 
@@ -124,7 +124,7 @@ def test_a_package_that_is_missing_is_named(package: str) -> None:
     program = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from kvstrata.core.errors import ConfigError\n"
-        "from kvstrata.storage.remote.valkey import ValkeyStore\n"
+        "from kvstrata.storage.remote.valkey.store import ValkeyStore\n"
         "try: ValkeyStore('valkey://cache', block_bytes=1)\n"
         "except ConfigError as e: print(e)\n"
     )

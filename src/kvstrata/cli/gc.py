@@ -16,8 +16,8 @@ from kvstrata.core.units import human_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from kvstrata.core.remote_tiers import ObjectTier
-    from kvstrata.storage.remote.object_access import ObjectAccess
-    from kvstrata.storage.remote.object_gc import GcReport, GcRule
+    from kvstrata.storage.remote.objects.access import ObjectAccess
+    from kvstrata.storage.remote.objects.gc import GcReport, GcRule
 
 __all__ = ["gc"]
 
@@ -76,7 +76,7 @@ def gc(  # noqa: PLR0913 - each is an option
     """
     with reported():
         tier = _tier(url)
-        from kvstrata.storage.remote.object_gc import collect
+        from kvstrata.storage.remote.objects.gc import collect
 
         rule = _rule(tier, older_than, keep, namespace, dry_run=dry_run)
         with _progress() as progress:
@@ -112,7 +112,7 @@ def _rule(
     *,
     dry_run: bool,
 ) -> "GcRule":
-    from kvstrata.storage.remote.object_gc import GcRule
+    from kvstrata.storage.remote.objects.gc import GcRule
 
     age = tier.ttl_seconds if older_than is None else _seconds(older_than)
     if age is None and keep is None:
@@ -129,7 +129,7 @@ def _rule(
 
 
 def _access(tier: "ObjectTier", endpoint: str | None, region: str | None) -> "ObjectAccess":
-    from kvstrata.storage.remote.object_access import ObjectAccess
+    from kvstrata.storage.remote.objects.access import ObjectAccess
 
     return ObjectAccess(
         endpoint=endpoint or tier.endpoint,

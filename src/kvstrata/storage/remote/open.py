@@ -5,12 +5,12 @@ from pathlib import Path
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, RemoteTier, ValkeyTier
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.storage.remote.mooncake import MooncakeStore
-from kvstrata.storage.remote.mooncake_node import MooncakeNode
-from kvstrata.storage.remote.object_access import ObjectAccess
-from kvstrata.storage.remote.object_store import ObjectStore
-from kvstrata.storage.remote.valkey import ValkeyStore
-from kvstrata.storage.remote.valkey_address import Login, TlsFiles, ValkeyAccess
+from kvstrata.storage.remote.mooncake.node import MooncakeNode
+from kvstrata.storage.remote.mooncake.store import MooncakeStore
+from kvstrata.storage.remote.objects.access import ObjectAccess
+from kvstrata.storage.remote.objects.store import ObjectStore
+from kvstrata.storage.remote.valkey.address import Login, TlsFiles, ValkeyAccess
+from kvstrata.storage.remote.valkey.store import ValkeyStore
 from kvstrata.storage.store import Store
 
 __all__ = ["open_remote"]

@@ -13,9 +13,9 @@ from typing import Final
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import NamespaceId
-from kvstrata.storage.remote.object_access import ObjectAccess, Place
-from kvstrata.storage.remote.object_store import open_library
-from kvstrata.storage.remote.object_values import Deadline, Found, Names
+from kvstrata.storage.remote.objects.access import ObjectAccess, Place
+from kvstrata.storage.remote.objects.store import open_library
+from kvstrata.storage.remote.objects.values import Deadline, Found, Names
 
 __all__ = ["SPARED_SECONDS", "GcReport", "GcRule", "collect"]
 
@@ -97,7 +97,7 @@ class _Collection:
         self._done = GcReport()
 
     def run(self) -> GcReport:
-        from kvstrata.storage.remote.object_faults import FAULTS, as_unavailable
+        from kvstrata.storage.remote.objects.faults import FAULTS, as_unavailable
 
         try:
             if self._rule.keep_bytes is not None:

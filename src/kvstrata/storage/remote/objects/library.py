@@ -10,15 +10,15 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, PreconditionError
 
 from kvstrata.core.types import Write
-from kvstrata.storage.remote.object_access import Place
-from kvstrata.storage.remote.object_faults import is_full, names_no_object, refused
-from kvstrata.storage.remote.object_values import Deadline, Found, Given, Wanted
+from kvstrata.storage.remote.objects.access import Place
+from kvstrata.storage.remote.objects.faults import is_full, names_no_object, refused
+from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Wanted
 from kvstrata.storage.remote.value import HEADER_BYTES
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
 
-    from kvstrata.storage.remote.object_access import Client
+    from kvstrata.storage.remote.objects.access import Client
 
 __all__ = ["Library"]
 

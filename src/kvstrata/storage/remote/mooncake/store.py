@@ -21,17 +21,17 @@ from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey,
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.remote.ledger import Ledger
-from kvstrata.storage.remote.mooncake_calls import Calls
-from kvstrata.storage.remote.mooncake_codes import NOT_FOUND
-from kvstrata.storage.remote.mooncake_library import LANES, MooncakeLibrary
-from kvstrata.storage.remote.mooncake_node import (
+from kvstrata.storage.remote.mooncake.calls import Calls
+from kvstrata.storage.remote.mooncake.codes import NOT_FOUND
+from kvstrata.storage.remote.mooncake.library import LANES, MooncakeLibrary
+from kvstrata.storage.remote.mooncake.node import (
     MasterAddress,
     MooncakeNode,
     orders_of,
     stalled_seconds,
 )
-from kvstrata.storage.remote.mooncake_rounds import Place, rounds
-from kvstrata.storage.remote.mooncake_segment import PoolSegment
+from kvstrata.storage.remote.mooncake.rounds import Place, rounds
+from kvstrata.storage.remote.mooncake.segment import PoolSegment
 from kvstrata.storage.remote.value import HEADER_BYTES, header_of, judge_header, judge_value
 from kvstrata.storage.store import StoreStatistics
 

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from kvstrata.core.errors import FaultCause, TierUnavailable
-from kvstrata.storage.remote.mooncake_wire import (
+from kvstrata.storage.remote.mooncake.wire import (
     Answer,
     Failed,
     Joined,
@@ -35,7 +35,7 @@ def start_agent(orders: Orders) -> tuple["subprocess.Popen[bytes]", socket.socke
             [
                 sys.executable,
                 "-m",
-                "kvstrata.storage.remote.mooncake_agent",
+                "kvstrata.storage.remote.mooncake.agent",
                 str(theirs.fileno()),
             ],
             stdin=subprocess.PIPE,

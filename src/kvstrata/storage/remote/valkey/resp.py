@@ -7,7 +7,7 @@ caller's buffer and back. Only what these two commands need of RESP 2 is here.
 from collections.abc import Callable
 from typing import Final
 
-from kvstrata.storage.remote.deadline_socket import DeadlineSocket
+from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket
 
 __all__ = ["ASKING", "ErrorReply", "NotRespError", "RespReader", "get_command", "set_command"]
 

@@ -18,10 +18,10 @@ from valkey.connection import AbstractConnection
 from valkey.exceptions import ResponseError, ValkeyError
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
-from kvstrata.storage.remote.deadline_socket import DeadlineSocket, remaining_seconds
-from kvstrata.storage.remote.resp import ErrorReply, NotRespError, RespReader
-from kvstrata.storage.remote.valkey_address import Address, Login
-from kvstrata.storage.remote.valkey_faults import fault_of
+from kvstrata.storage.remote.valkey.address import Address, Login
+from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, remaining_seconds
+from kvstrata.storage.remote.valkey.faults import fault_of
+from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError, RespReader
 
 __all__ = ["Dialer", "Link", "Links", "Session"]
 

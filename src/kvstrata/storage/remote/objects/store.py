@@ -10,13 +10,13 @@ from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.remote.ledger import Ledger
-from kvstrata.storage.remote.object_access import ObjectAccess, Place, open_client, signs_urls
-from kvstrata.storage.remote.object_values import Deadline, Found, Given, Names, Wanted
+from kvstrata.storage.remote.objects.access import ObjectAccess, Place, open_client, signs_urls
+from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Names, Wanted
 from kvstrata.storage.remote.value import header_of
 from kvstrata.storage.store import StoreStatistics
 
 if TYPE_CHECKING:
-    from kvstrata.storage.remote.object_library import Library
+    from kvstrata.storage.remote.objects.library import Library
 
 __all__ = ["ObjectAccess", "ObjectStore"]
 
@@ -38,8 +38,8 @@ def open_library(
     Raises ``ConfigError``; no network I/O.
     """
     try:
-        from kvstrata.storage.remote.object_library import Library
-        from kvstrata.storage.remote.object_signed import SignedLibrary
+        from kvstrata.storage.remote.objects.library import Library
+        from kvstrata.storage.remote.objects.signed import SignedLibrary
     except ModuleNotFoundError as e:
         raise ConfigError(
             f"{place} needs the package {e.name}", hint="pip install 'kvstrata[objects]'"
@@ -199,7 +199,7 @@ class ObjectStore:
     @contextmanager
     def _call(self, done: str) -> Iterator[Deadline]:
         """One call: its deadline, and what goes wrong as ``TierUnavailable``."""
-        from kvstrata.storage.remote.object_faults import FAULTS, as_unavailable
+        from kvstrata.storage.remote.objects.faults import FAULTS, as_unavailable
 
         self._ledger.check_open()
         try:

@@ -8,12 +8,18 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, cast
 
 from kvstrata.core.types import Read, StoreKey, Write
-from kvstrata.storage.remote.resp import ASKING, ErrorReply, RespReader, get_command, set_command
-from kvstrata.storage.remote.valkey_address import Address
+from kvstrata.storage.remote.valkey.address import Address
+from kvstrata.storage.remote.valkey.resp import (
+    ASKING,
+    ErrorReply,
+    RespReader,
+    get_command,
+    set_command,
+)
 from kvstrata.storage.remote.value import HEADER_BYTES, Proof, header_of, judge_header
 
 if TYPE_CHECKING:  # which import the optional package
-    from kvstrata.storage.remote.valkey_links import Link, Session
+    from kvstrata.storage.remote.valkey.links import Link, Session
 
 __all__ = ["Fetch", "Flag", "Keep", "Routes", "Value", "ask_all"]
 

@@ -9,7 +9,7 @@ from valkey.exceptions import AuthenticationError, ResponseError
 from valkey.exceptions import TimeoutError as ValkeyTimeoutError
 
 from kvstrata.core.errors import FaultCause, TierUnavailable
-from kvstrata.storage.remote.resp import ErrorReply, NotRespError
+from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError
 
 __all__ = ["fault_of"]
 

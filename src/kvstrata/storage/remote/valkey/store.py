@@ -15,14 +15,14 @@ from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.remote.ledger import Ledger
-from kvstrata.storage.remote.resp import NotRespError
-from kvstrata.storage.remote.valkey_address import ValkeyAccess, open_target
-from kvstrata.storage.remote.valkey_batch import Fetch, Flag, Keep, ask_all
+from kvstrata.storage.remote.valkey.address import ValkeyAccess, open_target
+from kvstrata.storage.remote.valkey.batch import Fetch, Flag, Keep, ask_all
+from kvstrata.storage.remote.valkey.resp import NotRespError
 from kvstrata.storage.remote.value import HEADER_BYTES
 from kvstrata.storage.store import StoreStatistics
 
 if TYPE_CHECKING:
-    from kvstrata.storage.remote.valkey_links import Session
+    from kvstrata.storage.remote.valkey.links import Session
 
 __all__ = ["ValkeyAccess", "ValkeyStore"]
 
@@ -79,7 +79,7 @@ class ValkeyStore:
             )
         target = open_target(url, access)
         try:
-            from kvstrata.storage.remote.valkey_routes import open_routes
+            from kvstrata.storage.remote.valkey.routes import open_routes
         except ModuleNotFoundError as e:
             raise ConfigError(
                 f"a valkey tier needs the package {e.name}",

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstrata.storage.remote.mooncake_codes import NO_OBJECT, NOT_READY
-from kvstrata.storage.remote.mooncake_wire import (
+from kvstrata.storage.remote.mooncake.codes import NO_OBJECT, NOT_READY
+from kvstrata.storage.remote.mooncake.wire import (
     Answer,
     Drop,
     Exist,

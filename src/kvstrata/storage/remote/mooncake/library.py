@@ -13,8 +13,8 @@ import msgspec
 
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.storage.remote.mooncake_process import LibraryProcess
-from kvstrata.storage.remote.mooncake_wire import Get, Head, Orders, Piece, Put, Request
+from kvstrata.storage.remote.mooncake.process import LibraryProcess
+from kvstrata.storage.remote.mooncake.wire import Get, Head, Orders, Piece, Put, Request
 from kvstrata.storage.remote.value import HEADER_BYTES
 
 __all__ = ["LANES", "MOST_KEYS", "Lane", "MooncakeLibrary"]

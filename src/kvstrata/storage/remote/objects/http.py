@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvstrata.storage.remote.object_connection import (
+from kvstrata.storage.remote.objects.connection import (
     Address,
     Connection,
     Exchange,
     Steps,
     Wait,
 )
-from kvstrata.storage.remote.object_values import Deadline
+from kvstrata.storage.remote.objects.values import Deadline
 
 __all__ = ["HttpClient", "Resolve", "resolve"]
 

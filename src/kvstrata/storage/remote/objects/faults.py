@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from kvstrata.core.errors import FaultCause, TierUnavailable
-from kvstrata.storage.remote.object_connection import Answer, Nonsense
+from kvstrata.storage.remote.objects.connection import Answer, Nonsense
 
 __all__ = ["FAULTS", "Refused", "as_unavailable", "is_full", "names_no_object", "refused"]
 

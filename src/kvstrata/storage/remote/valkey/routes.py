@@ -12,11 +12,11 @@ from typing import Final
 from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
 from valkey.exceptions import ValkeyError
 
-from kvstrata.storage.remote.deadline_socket import remaining_seconds
-from kvstrata.storage.remote.resp import ErrorReply, NotRespError
-from kvstrata.storage.remote.valkey_address import Address, Target
-from kvstrata.storage.remote.valkey_batch import Routes
-from kvstrata.storage.remote.valkey_links import Dialer, Link, Links, Session
+from kvstrata.storage.remote.valkey.address import Address, Target
+from kvstrata.storage.remote.valkey.batch import Routes
+from kvstrata.storage.remote.valkey.deadline_socket import remaining_seconds
+from kvstrata.storage.remote.valkey.links import Dialer, Link, Links, Session
+from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError
 
 __all__ = ["open_routes"]
 

@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstrata.core.types import StoreKey
-from kvstrata.storage.remote.mooncake_library import MOST_KEYS, Lane, MooncakeLibrary
-from kvstrata.storage.remote.mooncake_wire import Piece
+from kvstrata.storage.remote.mooncake.library import MOST_KEYS, Lane, MooncakeLibrary
+from kvstrata.storage.remote.mooncake.wire import Piece
 
 __all__ = ["Place", "rounds"]
 

@@ -6,10 +6,10 @@ from typing import Final
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoreKey
-from kvstrata.storage.remote.mooncake_codes import MASTER_FAULTS, WRONG_LENGTH, fault_of, has_failed
-from kvstrata.storage.remote.mooncake_library import MOST_KEYS, Lane
-from kvstrata.storage.remote.mooncake_rounds import Place
-from kvstrata.storage.remote.mooncake_wire import (
+from kvstrata.storage.remote.mooncake.codes import MASTER_FAULTS, WRONG_LENGTH, fault_of, has_failed
+from kvstrata.storage.remote.mooncake.library import MOST_KEYS, Lane
+from kvstrata.storage.remote.mooncake.rounds import Place
+from kvstrata.storage.remote.mooncake.wire import (
     Drop,
     Exist,
     Get,

@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.storage.remote.mooncake_wire import Orders
+from kvstrata.storage.remote.mooncake.wire import Orders
 
 __all__ = ["MasterAddress", "MooncakeNode", "orders_of", "stalled_seconds"]
 

@@ -19,15 +19,15 @@ from urllib.parse import urlsplit
 import obstore
 
 from kvstrata.core.types import Write
-from kvstrata.storage.remote.object_access import Place, is_proxied, tls_context
-from kvstrata.storage.remote.object_connection import Address, Answer, Exchange, Nonsense
-from kvstrata.storage.remote.object_faults import Refused, is_full, names_no_object
-from kvstrata.storage.remote.object_http import HttpClient, resolve
-from kvstrata.storage.remote.object_library import Library
-from kvstrata.storage.remote.object_values import Deadline, Found, Given, Wanted
+from kvstrata.storage.remote.objects.access import Place, is_proxied, tls_context
+from kvstrata.storage.remote.objects.connection import Address, Answer, Exchange, Nonsense
+from kvstrata.storage.remote.objects.faults import Refused, is_full, names_no_object
+from kvstrata.storage.remote.objects.http import HttpClient, resolve
+from kvstrata.storage.remote.objects.library import Library
+from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Wanted
 
 if TYPE_CHECKING:
-    from kvstrata.storage.remote.object_access import Client
+    from kvstrata.storage.remote.objects.access import Client
 
 __all__ = ["SignedLibrary"]
 

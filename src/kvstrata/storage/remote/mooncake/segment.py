@@ -7,8 +7,8 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from kvstrata.storage.remote.mooncake_process import start_agent
-from kvstrata.storage.remote.mooncake_wire import Orders
+from kvstrata.storage.remote.mooncake.process import start_agent
+from kvstrata.storage.remote.mooncake.wire import Orders
 
 __all__ = ["PoolSegment"]
 
