@@ -40,7 +40,7 @@ def start_agent(orders: Orders) -> tuple["subprocess.Popen[bytes]", socket.socke
             ],
             stdin=subprocess.PIPE,
             pass_fds=[theirs.fileno(), *(fd for fd, _ in orders.memories)],
-            start_new_session=True,  # a Ctrl-C at the terminal is not for it
+            process_group=0,  # a Ctrl-C at the terminal is not for it; a session is scheduled apart
         )
     assert process.stdin is not None
     with (
