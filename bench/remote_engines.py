@@ -13,6 +13,7 @@ from tests.remote.objects_engine import BUCKET, KEY_ID, SECRET, RcloneEngine
 from tests.remote.valkey_servers import Server
 
 from kvstrata.storage.mapping import HostMapping
+from kvstrata.storage.remote.mooncake import agent
 from kvstrata.storage.remote.mooncake.store import MooncakeStore
 from kvstrata.storage.remote.valkey.store import ValkeyStore
 from kvstrata.storage.store import Store
@@ -118,4 +119,5 @@ def library_pids() -> Sequence[int]:
     """The processes in which our stores run Mooncake's library."""
     children = Path("/proc/self/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
-    return [pid for pid in pids if b"mooncake_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    program = agent.__name__.encode()
+    return [pid for pid in pids if program in Path(f"/proc/{pid}/cmdline").read_bytes()]
