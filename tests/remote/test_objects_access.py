@@ -116,7 +116,7 @@ def test_a_wrong_setting_of_the_environment_is_not_shown() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("object_library", "object_signed"):
+    for module in ("objects.library", "objects.signed"):
         monkeypatch.delitem(sys.modules, f"kvstrata.storage.remote.{module}")
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvstrata\[objects\]'"):

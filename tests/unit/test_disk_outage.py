@@ -23,7 +23,7 @@ from tests.caches import (
 )
 
 from kvstrata.core.types import BlockKey
-from kvstrata.manager import cascade, gets
+from kvstrata.manager import choices, gets
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
 from kvstrata.storage.disk import DiskStore
@@ -35,7 +35,7 @@ PROMPTS = 8
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVManager]:
     """Eight prompts of four blocks on disk, the last four in host memory as well."""
-    monkeypatch.setattr(cascade, "_HUNG_SECONDS", 0.05)
+    monkeypatch.setattr(choices, "_HUNG_SECONDS", 0.05)
     monkeypatch.setattr(gets, "_EXPIRY_SECONDS", 0.01)
     made = KVManager(config(16, tmp_path), block_bytes=BLOCK_BYTES)
     for prompt in range(PROMPTS):

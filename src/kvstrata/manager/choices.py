@@ -6,7 +6,7 @@ from typing import Final, Literal
 from kvstrata.core.config import Config
 from kvstrata.core.remote_tiers import ObjectTier, RemoteTier
 from kvstrata.core.tier_fields import Eviction
-from kvstrata.core.tiers import DiskTier
+from kvstrata.core.tiers import DiskTier, Tier
 from kvstrata.index.policies import LRU, S3FIFO, CostAware, EvictionPolicy, PrefillCost
 from kvstrata.index.tree import PrefixIndex
 from kvstrata.manager.cascade import SearchLimits
@@ -75,10 +75,9 @@ def remote_limits_of(config: Config) -> TransferLimits:
     return TransferLimits(read_blocks=_FAR_READ_BLOCKS if is_far else 1)
 
 
-def hung_seconds_of(config: Config) -> float:
-    """After which a call to the lowest tier has certainly gone wrong: far beyond its own limit."""
-    lowest = config.lowest_tier
-    own_seconds = lowest.timeout_seconds if isinstance(lowest, RemoteTier) else 0.0
+def hung_seconds_of(tier: Tier | None) -> float:
+    """After which a call to *tier* has certainly gone wrong: far beyond its own limit."""
+    own_seconds = tier.timeout_seconds if isinstance(tier, RemoteTier) else 0.0
     return max(_HUNG_SECONDS, 4 * own_seconds)  # it may be asked again, block by block
 
 

@@ -142,14 +142,17 @@ class KVManager:
         if disk is not None:
             self._cache.restore(*disk.data.stored())
             store = self._storage.as_blocks(disk.data)
-            settings = CascadeSettings(limits=disk_limits_of(config.disk_tier))
+            settings = CascadeSettings(
+                limits=disk_limits_of(config.disk_tier),
+                hung_seconds=hung_seconds_of(config.disk_tier),
+            )
             lower["disk"] = Cascade("disk", store, self._cache, self._desk, settings)
         if remote is not None:
             store = self._storage.as_blocks(remote.data)
             settings = CascadeSettings(
                 limits=remote_limits_of(config),
                 search=search_limits_of(config),
-                hung_seconds=hung_seconds_of(config),
+                hung_seconds=hung_seconds_of(config.lowest_tier),
                 upkeep=self._storage.upkeep,
             )
             lower["remote"] = Cascade("remote", store, self._cache, self._desk, settings)
