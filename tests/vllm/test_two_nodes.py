@@ -89,6 +89,7 @@ def _ask(engine: Engine, oracle: Oracle, ask: Ask) -> Answer:
 def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(nodes: Nodes, oracle: Oracle) -> None:
     rng = random.Random(1)
     name = "kvstrata_promoted_blocks_total{tier=remote}"
+    nodes.decode.wait_ready()  # the first engine makes the server open its tiers
     before = report_of(nodes.decode_socket).counters[name]
     for tokens in (64, 300, 1400):
         prompt = random_prompt(rng, tokens)
