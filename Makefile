@@ -24,7 +24,7 @@ help: ## List the targets
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-servers: .venv ## The servers that the tests start: Redis, Mooncake, azurite
+servers: .venv ## What the tests start: Redis, Prometheus, Mooncake, azurite, Chromium
 	@scripts/test_servers.sh
 
 demo: .venv ## See the cache work, in a few minutes
@@ -49,8 +49,9 @@ format: .venv ## Let ruff fix and format the code
 unit: .venv ## The fast tests: no engine, no network
 	$(BIN)/pytest tests/unit
 
-nightly: .venv ## The state machines at length: a thousand runs of each, at least
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -o faulthandler_timeout=0 tests/property
+nightly: .venv ## The state machines at length, a thousand runs of each at least; every fault of a disk
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -o faulthandler_timeout=0 \
+		tests/property tests/vllm/test_schedulers_machine.py tests/fault/test_disk_faults.py
 
 SECONDS_OF_FUZZING ?= 60
 fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
@@ -58,7 +59,7 @@ fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
 		-max_len=1024 -len_control=0
 
 bench-vllm-hit: .venv ## Time to first token in vLLM, with and without a cache hit
-	$(BIN)/python bench/vllm_hit.py
+	$(BIN)/python -m bench.vllm_hit
 
 clean: ## Remove the environment and every cache
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -138,7 +138,7 @@ class Bed:
         slots = -(-self.rows // (PER_SLOT - max(PARTS.values())))
         self.mapping = HostMapping.create(slots, PER_SLOT * self.row_bytes, b"bench")
         self.mapping.touch(threading.Event())
-        self.slots = RankSlots(self.mapping, 0, PER_SLOT * self.row_bytes)
+        self.slots = RankSlots(self.mapping, 0, (PER_SLOT * self.row_bytes,))
         self.copier = CpuPageCopier(self.pages)
         self.plain = _aligned(self.rows * self.row_bytes)  # what memcpy copies to and from
         self.plain[:] = 1
@@ -147,7 +147,7 @@ class Bed:
         """The whole copy of *case*."""
         make = save_job if case.direction == "save" else load_job
         runs = self.runs(case)
-        job = make(self.copier, self.slots, runs)
+        job = make([self.copier], self.slots, runs)
 
         def copy() -> None:
             if job(Handle()) is not Copied.WHOLE:
@@ -169,8 +169,9 @@ class Bed:
         step = PER_SLOT - offset
         runs = []
         for slot, start in enumerate(range(0, self.rows, step)):
-            blocks = chosen[start : start + step]
-            runs += split_runs(blocks, [(slot, 0)], first_offset=offset, per_slot=PER_SLOT)
+            blocks = [*[-1] * offset, *chosen[start : start + step]]
+            blocks += [-1] * (PER_SLOT - len(blocks))
+            runs += split_runs(blocks, [(slot, 0)], per_slot=(PER_SLOT,), absent=-1)
         return runs
 
     def check(self, case: Case) -> None:

@@ -5,6 +5,8 @@
 Takes one JSON object a line on standard input and answers each with one on standard output:
 
 * ``{"ask": [token ids]}`` → ``{"seconds": wall time to the first token, "cached_tokens": n}``
+* ``{"batch": {"prompts": [[token ids]], "new_tokens": n}}`` → the same for all of them together,
+  the time being that to the last token
 * ``{"reset": true}`` → ``{"reset": whether the prefix cache is empty now}``
 * ``{"counters": true}`` → ``{"counters": {name: value}}`` of KVStrata's server, ``{}`` for others
 
@@ -17,9 +19,11 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -27,6 +31,7 @@ __all__ = ["Order", "transfer_config"]
 
 BLOCK_TOKENS: Final = 32
 MAX_MODEL_TOKENS: Final = 8192
+PEER_SECONDS: Final = 120.0  # for LMCache's daemon to listen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Order:
     host_bytes: int  # of a configuration that is to keep everything in host memory
     small_host_bytes: int  # of one that is to forget it soon
     disk_bytes: int
+    port: int = 0  # of a peer's daemon
 
 
 def transfer_config(order: Order) -> dict[str, Any] | None:
@@ -48,6 +54,9 @@ def transfer_config(order: Order) -> dict[str, Any] | None:
     disk = f"{order.folder}/disk"
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "kvstrata": lambda: _kvstrata(order, f"host:{order.host_bytes}"),
+        "kvstrata-layerwise": lambda: _kvstrata(
+            order, f"host:{order.host_bytes}", load_mode="layerwise"
+        ),
         "kvstrata-disk": lambda: _kvstrata(
             order, f"host:{order.small_host_bytes} | disk:{disk}:{order.disk_bytes}"
         ),
@@ -60,19 +69,28 @@ def transfer_config(order: Order) -> dict[str, Any] | None:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": disk},
         },
+        "lmcache": lambda: {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": str(order.port),
+            },
+        },
     }
     if order.configuration == "none":
         return None
     return makers[order.configuration]() | {"engine_id": order.engine_id}
 
 
-def _kvstrata(order: Order, tiers: str) -> dict[str, Any]:
+def _kvstrata(order: Order, tiers: str, **settings: str) -> dict[str, Any]:
     return {
         "kv_connector": "KVStrataConnector",
         "kv_connector_module_path": "kvstrata.integration.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": tiers},
+        "kv_connector_extra_config": {"tiers": tiers, **settings},
     }
 
 
@@ -88,6 +106,47 @@ def _native(order: Order, host_bytes: int, secondary: list[dict[str, Any]]) -> d
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
+
+
+@contextmanager
+def daemon(order: Order) -> Iterator[None]:
+    """LMCache's own process, for the engine that needs it."""
+    if order.configuration != "lmcache":
+        yield
+        return
+    command = f"-m lmcache.cli.main server --host 127.0.0.1 --port {order.port}"
+    settings = (
+        f"--http-host 127.0.0.1 --http-port {_free_port()} --shm-name {order.engine_id} "
+        f"--l1-size-gb {order.host_bytes / (1 << 30)} --chunk-size 256 --eviction-policy LRU "
+        "--supported-transfer-mode auto"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *command.split(), *settings.split()],
+        env=os.environ | {"LMCACHE_TRACK_USAGE": "false"},
+    )
+    try:
+        _wait_for_port(order.port, process)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    give_up = time.monotonic() + PEER_SECONDS
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if process.poll() is not None or time.monotonic() > give_up:
+            raise RuntimeError(f"LMCache's daemon does not listen at port {port}")
+        time.sleep(0.1)  # the deadline above bounds the loop
 
 
 def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
@@ -116,6 +175,18 @@ def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
             "cached_tokens": output.num_cached_tokens or 0,
         }
 
+    def batch(wanted: dict[str, Any]) -> dict[str, Any]:
+        sampling = SamplingParams(
+            max_tokens=wanted["new_tokens"], temperature=0, ignore_eos=True, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": tokens} for tokens in wanted["prompts"]]
+        started = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        return {
+            "seconds": time.perf_counter() - started,
+            "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
+        }
+
     def reset(_: bool) -> dict[str, Any]:
         return {"reset": engine.reset_prefix_cache()}
 
@@ -124,6 +195,7 @@ def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
 
     actions: dict[str, Callable[[Any], dict[str, Any]]] = {
         "ask": ask,
+        "batch": batch,
         "reset": reset,
         "counters": counters,
     }
@@ -162,7 +234,11 @@ def main() -> None:
     # What the engine's processes print must not come between the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(Order(**json.loads(sys.argv[1])), sys.stdin, replies)
+    order = Order(**json.loads(sys.argv[1]))
+    if order.configuration == "lmcache":
+        order = dataclasses.replace(order, port=_free_port())
+    with daemon(order):
+        serve(order, sys.stdin, replies)
 
 
 if __name__ == "__main__":

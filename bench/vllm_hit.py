@@ -1,6 +1,6 @@
 """Time to first token in vLLM with and without a cache hit, KVStrata beside others.
 
-    python bench/vllm_hit.py [--quick] [--json FILE] [--plot FILE.png]
+    python -m bench.vllm_hit [--quick] [--json FILE] [--plot FILE.png]
 
 Every configuration is an engine in processes of its own. All stay up and all but the one that is
 asked are idle; each prompt is asked of one after the other, in an order that changes, so that a
@@ -14,16 +14,14 @@ import math
 import os
 import platform
 import random
-import select
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from bench.engine_process import Engine, environment
 
 __all__ = ["Sample", "Samples", "Verdict", "markdown", "verdicts"]
 
@@ -56,12 +54,14 @@ class Configuration:
 CONFIGURATIONS: Final = {
     "none": Configuration("no connector", ("miss", "device hit")),
     "kvstrata": Configuration("KVStrata", ("miss", "device hit", "host hit")),
+    "kvstrata-layerwise": Configuration("KVStrata, layerwise", ("miss", "device hit", "host hit")),
     "kvstrata-disk": Configuration("KVStrata, disk", ("miss", "device hit", "disk hit")),
     "native": Configuration("vLLM tiering", ("miss", "device hit", "host hit")),
     "native-disk": Configuration("vLLM tiering, fs", ("miss", "device hit", "disk hit")),
     # It stores no more than the first step computes (max_num_batched_tokens), and the engine dies
     # of the load.
     "example": Configuration("ExampleConnector", ("miss", "device hit", "disk hit"), 4096),
+    "lmcache": Configuration("LMCache", ("miss", "device hit", "host hit")),
 }
 
 
@@ -177,7 +177,9 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bound:
+class Bound:
+    """One figure of an engine beside another's."""
+
     text: str
     tokens: tuple[int, ...]
     one: tuple[str, str]
@@ -204,12 +206,12 @@ def _ratio(pair: tuple[float, float]) -> float:
     return pair[0] / pair[1]
 
 
-def _bounds() -> Iterator[_Bound]:
+def _bounds() -> Iterator[Bound]:
     every, two_thousand = PROMPT_TOKENS, (2050,)
     for name in ("kvstrata", "kvstrata-disk"):
         title = CONFIGURATIONS[name].title
-        yield _Bound(f"a miss with {title} / no connector", every, ("miss", name), COLD, 1.05)
-        yield _Bound(
+        yield Bound(f"a miss with {title} / no connector", every, ("miss", name), COLD, 1.05)
+        yield Bound(
             f"a device hit with {title} - no connector",
             every,
             ("device hit", name),
@@ -218,110 +220,18 @@ def _bounds() -> Iterator[_Bound]:
             difference=True,
         )
     host = ("host hit", "kvstrata")
-    yield _Bound("a host hit / cold", two_thousand, host, COLD, 0.2)
-    yield _Bound("a host hit / vLLM tiering's", every, host, ("host hit", "native"), 1.0)
+    yield Bound("a host hit / cold", two_thousand, host, COLD, 0.2)
+    yield Bound("a host hit / vLLM tiering's", every, host, ("host hit", "native"), 1.0)
     disk = ("disk hit", "kvstrata-disk")
-    yield _Bound("a disk hit / a host hit", two_thousand, disk, host, 2.0)
+    yield Bound("a disk hit / a host hit", two_thousand, disk, host, 2.0)
 
 
-def verdicts(samples: Samples) -> list[Verdict]:
+def verdicts(samples: Samples, bounds: Iterable[Bound] | None = None) -> list[Verdict]:
     """Every bound at every prompt length that was measured."""
-    judged = (bound.judge(samples, n) for bound in _bounds() for n in bound.tokens)
+    judged = (
+        b.judge(samples, n) for b in (_bounds() if bounds is None else bounds) for n in b.tokens
+    )
     return [verdict for verdict in judged if verdict is not None]
-
-
-# -- engines ---------------------------------------------------------------------------------
-
-
-class Engine:
-    """A child process that runs ``engines.py``."""
-
-    def __init__(self, name: str, order: dict[str, Any], environment: dict[str, str]) -> None:
-        self.name = name
-        self._log = Path(order["folder"], "log.txt")
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("engines.py")), json.dumps(order)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                text=True,
-                start_new_session=True,  # so that it can be ended with its own children
-            )
-        self._processes = [self._process.pid]  # these and their descendants are the engine
-
-    def wait_ready(self, timeout_seconds: float) -> None:
-        self._processes += self._receive(timeout_seconds)["helpers"]
-
-    def ask(self, tokens: Sequence[int]) -> tuple[float, int]:
-        """Seconds to the first token, and how many tokens were cached."""
-        reply = self._call({"ask": list(tokens)})
-        return reply["seconds"], reply["cached_tokens"]
-
-    def reset(self) -> None:
-        """Empty the prefix cache; saves may hold blocks for a moment."""
-        give_up = time.monotonic() + 10
-        while not self._call({"reset": True})["reset"]:
-            if time.monotonic() > give_up:
-                raise RuntimeError(f"{self.name}: the prefix cache cannot be reset")
-            time.sleep(0.02)  # the engine goes on stepping until its saves have ended
-
-    def promoted_blocks(self) -> int:
-        counters = self._call({"counters": True})["counters"]
-        return int(counters.get("kvstrata_promoted_blocks_total{tier=disk}", 0))
-
-    def settle(self) -> None:
-        """Wait until the engine does nothing: a tenth of a second without CPU time."""
-        give_up = time.monotonic() + 5
-        before = sum(map(_cpu_ticks, self._processes))
-        while time.monotonic() < give_up:
-            time.sleep(0.1)  # ten ticks of the kernel's clock
-            now = sum(map(_cpu_ticks, self._processes))
-            if now - before <= 1:
-                return
-            before = now
-
-    def close(self) -> None:
-        """End the child; its engine and server end with it."""
-        if self._process.stdin:
-            self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._receive(120)
-
-    def _receive(self, timeout_seconds: float) -> dict[str, Any]:
-        assert self._process.stdout
-        readable, _, _ = select.select([self._process.stdout], [], [], timeout_seconds)
-        line = self._process.stdout.readline() if readable else ""
-        if not line:
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
-            raise RuntimeError(f"the engine {self.name!r} does not answer; its log ends:\n{tail}")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-
-def _cpu_ticks(pid: int) -> int:
-    """CPU time used so far by *pid* and all its descendants."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except OSError:  # it has ended meanwhile
-        return 0
-    return int(fields[11]) + int(fields[12]) + sum(_cpu_ticks(child) for child in children)
 
 
 # -- the run ---------------------------------------------------------------------------------
@@ -330,15 +240,21 @@ def _cpu_ticks(pid: int) -> int:
 class Run:
     """Asks every engine the same prompts."""
 
-    def __init__(self, engines: dict[str, Engine], advance: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        advance: Callable[[], None],
+        prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+    ) -> None:
         self._engines = engines
         self._advance = advance
+        self._prompt_tokens = prompt_tokens
         self._random = random.Random(0)
         self.samples: list[Sample] = []
 
     def repetition(self, number: int) -> None:
         """Fresh prompts, every operation of every engine on each."""
-        prompts = {n: self._prompt(n) for n in PROMPT_TOKENS}
+        prompts = {n: self._prompt(n) for n in self._prompt_tokens}
         for turn, (tokens, prompt) in enumerate(prompts.items()):
             for operation in ("miss", "device hit", "host hit"):
                 for again in range(TIMES[operation]):
@@ -388,7 +304,7 @@ class Run:
 
     def _push_to_disk(self) -> None:
         """Make the engines with a small host memory forget what they hold above the disk."""
-        fillers = [self._prompt(max(PROMPT_TOKENS)) for _ in range(2)]
+        fillers = [self._prompt(max(self._prompt_tokens)) for _ in range(2)]
         for engine in self._able("disk hit", 0):
             if engine.name != "example":  # it has nothing above the disk
                 for filler in fillers:
@@ -440,7 +356,7 @@ def start_engines(options: argparse.Namespace, folder: Path) -> dict[str, Engine
             "small_host_bytes": int(SMALL_HOST_PROMPTS * max(PROMPT_TOKENS) * token_bytes),
             "disk_bytes": DISK_BYTES,
         }
-        engines[name] = Engine(name, order, environment())
+        engines[name] = Engine(name, order, environment(options.lmcache))
     try:
         for engine in engines.values():
             engine.wait_ready(300)
@@ -449,20 +365,6 @@ def start_engines(options: argparse.Namespace, folder: Path) -> dict[str, Engine
             engine.close()
         raise
     return engines
-
-
-def environment() -> dict[str, str]:
-    """Of the engines. The binding is the same for all: vLLM's own choice is not."""
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **os.environ,
-    }
 
 
 def measure(options: argparse.Namespace) -> list[Sample]:
@@ -541,25 +443,40 @@ def to_json(options: argparse.Namespace, samples: Sequence[Sample]) -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time to first token in vLLM, by configuration.")
+    add_engine_options(parser)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="5 repetitions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw (needs matplotlib)")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.repetitions = 5
+    choose_configurations(parser, options)
+    return options
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=384, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw (needs matplotlib)")
     parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
+    parser.add_argument("--lmcache", type=Path, metavar="FOLDER", help="LMCache is installed there")
     parser.add_argument(
         "--configurations",
         nargs="+",
         choices=CONFIGURATIONS,
-        default=list(CONFIGURATIONS),
-        help="default: all",
+        help="default: all, LMCache if it is there",
     )
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.repetitions = 5
-    return options
+
+
+def choose_configurations(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, of: Iterable[str] = CONFIGURATIONS
+) -> None:
+    """Those that were asked for, or all *of* that can run here."""
+    if options.configurations is None:
+        options.configurations = [n for n in of if n != "lmcache" or options.lmcache]
+    if "lmcache" in options.configurations and options.lmcache is None:
+        parser.error("lmcache needs --lmcache FOLDER: see bench/README.md for how to fill it")
 
 
 def failed_hits(samples: Iterable[Sample]) -> list[str]:

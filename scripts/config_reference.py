@@ -9,6 +9,7 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from kvstrata.core.blend_fields import BlendFields
 from kvstrata.core.config import Config, pipeline_string
 from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, ValkeyTier
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
@@ -40,6 +41,8 @@ there is one tier that nodes share: `--shared` and `--remote` take its place.
 A name that is not in the tables below is an error wherever it stands, and so is a value that cannot
 work. All errors are reported together, each with where it was set. `kvstrata doctor` checks the
 settings against the machine.
+
+The words of UCM and FlexKV are understood too: [Coming from UCM or FlexKV](migrating.md).
 
 """
 
@@ -105,7 +108,9 @@ def render() -> str:
         (
             _HEAD,
             "## Settings\n\n",
-            *_table(Config),
+            *_table(Config, without=frozenset(BlendFields.model_fields)),
+            "\n## Blending\n\nFor `kv_connector: BlendConnector` alone ([Blending](blending.md)).\n\n",
+            *_table(BlendFields),
             "\n",
             _TIERS,
             "Keys of a `kind: host` tier:\n\n",
@@ -126,10 +131,10 @@ def render() -> str:
     )
 
 
-def _table(model: type[BaseModel]) -> Iterator[str]:
+def _table(model: type[BaseModel], without: frozenset[str] = frozenset()) -> Iterator[str]:
     yield "| name | default | example | meaning |\n|---|---|---|---|\n"
     for name, field in model.model_fields.items():
-        if name == "kind":
+        if name == "kind" or name in without:
             continue
         example = ", ".join(_code(str(each)) for each in field.examples or ())
         yield f"| `{name}` | {_default(name, field)} | {example} | {field.description} |\n"

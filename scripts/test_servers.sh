@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the servers that the tests start: redis-server, Mooncake's libraries, azurite. What comes
-# from PyPI (mooncake_master, moto, rclone) is in requirements-dev.lock. Does nothing where all is
-# there; on Debian it needs root for what is missing.
+# Installs the servers that the tests start: redis-server, Prometheus, Mooncake's libraries, azurite; and
+# Chromium, which looks at the page. What comes from PyPI (mooncake_master, moto, rclone) is in
+# requirements-dev.lock. Does nothing where all is there; on Debian it needs root for what is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,7 +10,9 @@ AZURITE=3.37.0
 packages=()
 command -v redis-server >/dev/null || packages+=(redis-server)
 command -v redis-sentinel >/dev/null || packages+=(redis-sentinel)
+command -v prometheus >/dev/null || packages+=(prometheus)
 command -v ip >/dev/null || packages+=(iproute2)
+command -v chromium >/dev/null || command -v google-chrome >/dev/null || packages+=(chromium)
 command -v node >/dev/null || packages+=(nodejs)
 command -v npm >/dev/null || packages+=(npm)
 for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do

@@ -1,5 +1,6 @@
 """Shared by all tests: a clean environment, Hypothesis profiles, a tiny model."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,14 @@ def _workers_that_are_gone_write_nothing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvstrata.manager.manager.WRITER_GRACE_SECONDS", 0.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _our_logger_is_as_at_the_start() -> None:
+    """A connector in this process would make it log as vLLM does, into pytest's handlers twice."""
+    ours = logging.getLogger("kvstrata")
+    ours.handlers = [logging.NullHandler()]
+    ours.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

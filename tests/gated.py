@@ -15,9 +15,11 @@ class GatedStore(MemoryStore):
 
     def __init__(self, values: dict[StoreKey, Value]) -> None:
         super().__init__(block_bytes=BLOCK_BYTES, capacity_blocks=100, values=values)
+        self._counting = threading.Lock()
         self.searches, self.reads = threading.Event(), threading.Event()
         self.searches.set()
         self.reads.set()
+        self.begun_reads = 0
         self.read_keys: list[StoreKey] = []
         self.written_keys: list[StoreKey] = []
         self.away = False
@@ -28,6 +30,8 @@ class GatedStore(MemoryStore):
         return super().exists(keys)
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        with self._counting:
+            self.begun_reads += 1
         assert self.reads.wait(PATIENCE_SECONDS)
         self._reach()
         self.read_keys += keys

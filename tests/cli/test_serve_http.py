@@ -104,6 +104,23 @@ def test_a_prompt_that_the_device_forgot_is_loaded_and_answered_alike(
     assert "1 of 1" in inspected.stdout
 
 
+def test_metrics_of_vllm_have_those_of_its_server(url: str, folder: Path) -> None:
+    choose = random.Random(3)
+    complete(url, [choose.randrange(1, 1000) for _ in range(PROMPT_TOKENS)])
+
+    def is_told() -> bool:
+        """The last steps are told when the engine is idle again, not with the next request."""
+        told = counters(folder)
+        names = [f"kvstrata_{name}_total" for name in ("lookups", "saved_blocks", "loaded_blocks")]
+        return all(metric(url, name) == told[name] for name in names)
+
+    eventually(is_told, "vLLM's metrics are not those of the server")
+    assert metric(url, "kvstrata_saved_blocks_total") >= 8
+    assert metric(url, "kvstrata_tier_used_bytes") > 0
+    assert metric(url, "kvstrata_connected") == 1
+    assert metric(url, "kvstrata_save_seconds_count") >= 1
+
+
 def test_prompt_is_pinned_by_the_id_of_its_response(url: str, folder: Path) -> None:
     """vLLM adds to that id what tells requests of one id apart."""
     choose = random.Random(2)

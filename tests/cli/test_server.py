@@ -2,21 +2,18 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from tests.cli.processes import kvstrata, running, until
+from tests.cli.traffic import BLOCK_BYTES, NAMESPACE, engine, save, serving, unknown
 
 from kvstrata.core.types import BLOCK_KEY_BYTES
-from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient
-
-BLOCK_BYTES = 65536
-NAMESPACE = b"n" * 16
 
 
 @pytest.fixture
@@ -27,54 +24,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@contextmanager
-def serving(place: Path, *arguments: str) -> Iterator[Path]:
-    path, log = place / "s.sock", place / "server.log"
-    with running("server", "--socket", str(path), *arguments, log=log) as process:
-        until(lambda: "ready" in log.read_text() or process.poll() is not None, 30, log)
-        assert process.poll() is None, log.read_text()
-        yield path
-    assert process.returncode == 0, log.read_text()
-
-
-@contextmanager
-def engine_with_worker(path: Path) -> Iterator[ManagerClient]:
-    """An engine that has told its block size, with its one worker attached."""
-    hello = p.Hello(0, p.PROTOCOL_VERSION, "engine", "session-1", BLOCK_BYTES)
-    worker_hello = p.Hello(0, p.PROTOCOL_VERSION, "worker", "session-1", BLOCK_BYTES)
-    with closing(ManagerClient(path, hello)) as engine:
-        engine.wait_welcome(10)
-        with closing(ManagerClient(path, worker_hello)) as worker:
-            worker.wait_welcome(10)
-            mapped = worker.submit(p.Mapped(0))
-            while mapped.reply is None:
-                worker.poll(10)
-            engine.register_namespace(NAMESPACE, {"model": "tiny", "dtype": "float32"})
-            yield engine
-
-
 def printed(*arguments: str) -> str:
     result = kvstrata(*arguments)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 
 
-def save(engine: ManagerClient, blocks: int, request: str = "") -> list[bytes]:
-    keys = [secrets.token_bytes(BLOCK_KEY_BYTES) for _ in range(blocks)]
-    task = engine.put_match(NAMESPACE, keys, request=request)
-    engine.launch([task.task_id])
-    engine.complete([task.task_id])
-    engine.ping()
+def save_some(client: ManagerClient, blocks: int, request: str = "") -> list[bytes]:
+    keys = unknown(blocks)
+    save(client, keys, request)
     return keys
 
 
 def test_stats_and_inspect_show_what_an_engine_has_saved_and_found(place: Path) -> None:
-    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
-        keys = save(engine, 3)
-        found = engine.get_match(NAMESPACE, [*keys, b"x" * BLOCK_KEY_BYTES])
-        engine.launch([found.task_id])
-        engine.complete([found.task_id])
-        engine.ping()
+    with serving(place, "--host-size", "4MiB") as path, engine(path) as client:
+        keys = save_some(client, 3)
+        found = client.get_match(NAMESPACE, [*keys, b"x" * BLOCK_KEY_BYTES])
+        client.launch([found.task_id])
+        client.complete([found.task_id])
+        client.ping()
         stats = printed("stats", "--socket", str(path), "--json")
         shown = printed("stats", "--socket", str(path))
         exposed = printed("stats", "--socket", str(path), "--prometheus")
@@ -107,7 +75,7 @@ def test_stats_and_inspect_show_what_an_engine_has_saved_and_found(place: Path) 
 
     assert NAMESPACE.hex() in inspected
     assert [line.split() for line in inspected.splitlines()[-2:]] == [
-        ["dtype", "float32"],
+        ["engine", "test", "1"],
         ["model", "tiny"],
     ]
     assert "1 of 1" in inspected
@@ -120,11 +88,11 @@ def test_stats_and_inspect_show_what_an_engine_has_saved_and_found(place: Path) 
 
 
 def test_inspect_explains_what_was_decided_for_a_request(place: Path) -> None:
-    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
-        keys = save(engine, 3)
-        found = engine.get_match(NAMESPACE, keys, request="cmpl-7")
-        engine.cancel([found.task_id])
-        engine.ping()
+    with serving(place, "--host-size", "4MiB") as path, engine(path) as client:
+        keys = save_some(client, 3)
+        found = client.get_match(NAMESPACE, keys, request="cmpl-7")
+        client.cancel([found.task_id])
+        client.ping()
         shown = printed("inspect", "--socket", str(path), "--explain", "cmpl-7")
         as_json = printed("inspect", "--socket", str(path), "--explain", "cmpl-7", "--json")
         unknown = kvstrata("inspect", "--socket", str(path), "--explain", "cmpl-8")
@@ -165,8 +133,8 @@ def test_without_a_socket_every_live_server_of_the_user_is_shown(place: Path) ->
 
 def test_a_disk_tier_survives_a_restart_of_the_server(place: Path) -> None:
     arguments = ["--host-size", "2MiB", "--disk", f"{place}/kv:4MiB", "--block-bytes", "64KiB"]
-    with serving(place, *arguments) as path, engine_with_worker(path) as engine:
-        save(engine, 5)
+    with serving(place, *arguments) as path, engine(path) as client:
+        save_some(client, 5)
     with serving(place, *arguments) as path:
         shown = json.loads(kvstrata("stats", "--socket", str(path), "--json").stdout)
         inspected = kvstrata("inspect", "--socket", str(path))
@@ -248,8 +216,8 @@ def test_two_formats_at_once_are_refused() -> None:
 
 
 def test_operator_pins_blocks_and_ends_the_pin(place: Path) -> None:
-    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
-        keys = [key.hex() for key in save(engine, 3)]
+    with serving(place, "--host-size", "4MiB") as path, engine(path) as client:
+        keys = [key.hex() for key in save_some(client, 3)]
         (place / "keys").write_text("\n".join([*keys, "ff" * BLOCK_KEY_BYTES]))
         where = ("--namespace", NAMESPACE.hex(), "--socket", str(path))
         first = printed("pin", keys[0], *where, "--ttl", "60")
@@ -273,8 +241,8 @@ def test_operator_pins_blocks_and_ends_the_pin(place: Path) -> None:
 
 def test_pins_are_shown(place: Path) -> None:
     where = ("--socket", str(place / "s.sock"))
-    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
-        keys = [key.hex() for key in save(engine, 3)]
+    with serving(place, "--host-size", "4MiB") as path, engine(path) as client:
+        keys = [key.hex() for key in save_some(client, 3)]
         before = printed("stats", *where), printed("inspect", *where)
         printed("pin", *keys, "--namespace", NAMESPACE.hex(), *where, "--ttl", "5000")
         printed("pin", keys[0], "--namespace", NAMESPACE.hex(), *where)
@@ -300,9 +268,9 @@ def test_pins_are_shown(place: Path) -> None:
 
 def test_operator_pins_the_prompt_of_a_request(place: Path) -> None:
     where = ("--socket", str(place / "s.sock"))
-    with serving(place, "--host-size", "512KiB") as path, engine_with_worker(path) as engine:
-        save(engine, 3, "cmpl-7-0-12ab34cd")
-        missed = engine.get_match(NAMESPACE, [secrets.token_bytes(32)], request="cmpl-8")
+    with serving(place, "--host-size", "512KiB") as path, engine(path) as client:
+        save_some(client, 3, "cmpl-7-0-12ab34cd")
+        missed = client.get_match(NAMESPACE, [secrets.token_bytes(32)], request="cmpl-8")
         shown = printed("pin", "--request", "cmpl-7", "--ttl", "60", *where)
         as_json = printed("pin", "--request", "cmpl-7-0-12ab34cd", *where, "--json")
         full = kvstrata("pin", "--request", "cmpl-7", *where)
@@ -322,10 +290,10 @@ def test_pin_of_one_server_does_not_fail_for_another(place: Path) -> None:
     folder.mkdir(mode=0o700)
     log = place / "empty.log"
     waits = running("server", "--socket", str(folder / "a.sock"), "--host-size", "1MiB", log=log)
-    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine, waits:
+    with serving(place, "--host-size", "4MiB") as path, engine(path) as client, waits:
         until(lambda: "ready" in log.read_text(), 30, log)
         (folder / "b.sock").symlink_to(path)
-        save(engine, 3, "cmpl-7")
+        save_some(client, 3, "cmpl-7")
         shown = printed("pin", "--request", "cmpl-7")
         unknown = kvstrata("pin", "--request", "cmpl-8")
     assert shown == f"pin 1 at {folder}/b.sock: 3 blocks for 3600 seconds\n"
@@ -336,8 +304,8 @@ def test_pin_of_one_server_does_not_fail_for_another(place: Path) -> None:
 def test_socket_may_come_from_the_environment(place: Path) -> None:
     env = {"KVSTRATA_SOCKET": str(place / "s.sock")}
     nowhere = {"KVSTRATA_SOCKET": str(place / "none.sock")}
-    with serving(place, "--host-size", "4MiB") as path, engine_with_worker(path) as engine:
-        save(engine, 1, "cmpl-7")
+    with serving(place, "--host-size", "4MiB") as path, engine(path) as client:
+        save_some(client, 1, "cmpl-7")
         found = [
             kvstrata(*command, env=env)
             for command in (["stats"], ["inspect"], ["pin", "--request", "cmpl-7"], ["unpin", "1"])
@@ -411,11 +379,11 @@ def test_events_are_published_at_the_address_of_the_option(place: Path) -> None:
     subscriber.connect(address)
     with (
         serving(place, "--host-size", "1MiB", "--kv-events", address) as path,
-        engine_with_worker(path) as engine,
+        engine(path) as client,
     ):
 
         def hears() -> bool:
-            engine.reset(NAMESPACE)
+            client.reset(NAMESPACE)
             return bool(subscriber.poll(20))
 
         until(hears, 30, place / "server.log")
@@ -429,3 +397,19 @@ def test_an_address_that_is_none_is_refused(place: Path) -> None:
     result = kvstrata("server", "--socket", str(place / "s"), "--kv-events", "127.0.0.1:5557")
     assert result.returncode != 0
     assert "tcp://127.0.0.1:5557" in result.stderr
+
+
+def test_metrics_are_served_and_the_log_is_json_if_that_is_asked_for(place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    options = ("--host-size", "4MiB", "--metrics", address, "--log-format", "json")
+    with serving(place, *options) as path, engine(path) as client:
+        save_some(client, 3)
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            exposed = answer.read().decode()
+    assert f'kvstrata_saved_blocks_total{{server="{path}"}} 3.0' in exposed
+    lines = [json.loads(line) for line in (place / "server.log").read_text().splitlines()]
+    assert {tuple(line) for line in lines} == {("time", "level", "logger", "message")}
+    assert f"metrics at http://{address}/metrics" in [line["message"] for line in lines]
+    assert {line["level"] for line in lines} == {"info"}
+    assert all(line["time"].endswith("+00:00") for line in lines)

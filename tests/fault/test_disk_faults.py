@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.fault.lives import Life, fill, make, read
+from tests.machines import some_of
 
 from kvstrata.core.errors import ConfigError, TierUnavailable
 from kvstrata.storage import journal
@@ -81,7 +82,7 @@ def test_a_fault_of_any_call_loses_no_stored_block_and_serves_nothing_wrong(
     faults = served = stored = wrong = 0
     for was_there in (False, True):
         stage = Stage(tmp_path, directories, was_there=was_there)
-        for fail_at in range(1, stage.calls() + 1):
+        for fail_at in some_of(range(1, stage.calls() + 1), code + directories):
             paths = stage.paths(fail_at)
             descriptors = set(os.listdir("/proc/self/fd"))
             life = stage.live(paths, FaultyFiles(fail_at=fail_at, code=code, lasting=lasting))

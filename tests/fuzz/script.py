@@ -139,6 +139,13 @@ _MESSAGES: Final[tuple[Callable[[_Reader], p.Request], ...]] = (
     lambda r: p.Pin(r.number(), r.namespace(), r.keys(), r.number() * 0.5),
     lambda r: p.PinRequest(r.number(), r.text(), r.number() * 0.5),
     lambda r: p.Unpin(r.number(), r.number()),
+    lambda r: p.Hottest(r.number(), r.number()),
+    lambda r: p.Prompt(r.number(), r.namespace(), r.parent()),
+    lambda r: p.Locate(r.number(), r.namespace(), r.keys()),
+    lambda r: p.Clear(
+        r.number(), r.namespace(), ("", "host", r.text())[r.byte() % 3], bool(r.byte() & 1)
+    ),
+    lambda r: p.Drain(r.number(), bool(r.byte() & 1)),
     lambda r: p.Workers(r.number()),
     lambda r: p.Ping(r.number()),
 )

@@ -112,6 +112,8 @@ def test_what_the_fuzzers_say_is_understood(victim: Victim) -> None:
         yield p.encode(p.GetMatch(2, own, asked))
         yield p.encode(p.Cancel([*tasks])) + p.encode(p.Reset(3, own))
 
+    clean = [p.encode(HELLO), p.encode(p.Reset(1, own)), p.encode(p.Drain(2, False))]
+    victim.hear(lambda _: iter(clean))
     welcome, put, get, dropped = victim.hear(script)
     assert isinstance(welcome, p.Welcome)
     assert welcome.slot_bytes == BLOCK_BYTES

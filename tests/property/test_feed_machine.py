@@ -21,6 +21,10 @@ from kvstrata.core.types import NamespaceId
 class FeedMachine(ManagerMachine):
     """One mirror hears all that is registered at once; another one of Alice's when it likes."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
     def open(self) -> None:
         super().open()
         self.registered: set[NamespaceId] = set()
@@ -33,7 +37,6 @@ class FeedMachine(ManagerMachine):
     @initialize(most_blocks=st.sampled_from([3, 20, 1 << 18]))
     def bound(self, most_blocks: int) -> None:
         """A log of so few blocks is lost all the time."""
-        self.patch = pytest.MonkeyPatch()
         self.patch.setattr("kvstrata.manager.feed._MOST_BLOCKS", most_blocks)
 
     @rule()

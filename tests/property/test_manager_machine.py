@@ -162,7 +162,8 @@ class ManagerMachine(RuleBasedStateMachine):
         worker_first=st.booleans(),
         namespace=namespaces,
         what=st.sampled_from(
-            ["nothing"] * 5 + ["connect", "dies", "dies", "line breaks", "reset", "restart"]
+            ["nothing"] * 5
+            + ["connect", "dies", "dies", "line breaks", "reset", "clear", "restart"]
         ),
     )
     def upheaval(self, who: int, worker_first: bool, namespace: NamespaceId, what: str) -> None:
@@ -174,6 +175,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self.line_breaks(pick(self.engines, who), all_run=worker_first)
         elif what == "reset":
             self.reset(namespace)
+        elif what == "clear":
+            self.clear(namespace, who)
         elif what == "restart":
             self.restart()
 
@@ -458,6 +461,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 if task:
                     assert self.manager.wait([task], PATIENCE_SECONDS)[task].slots == []
                     self.manager.cancel([task])
+
+    def clear(self, namespace: NamespaceId, which: int) -> None:
+        """What a tier gives up may be found in another one."""
+        tier = pick([tier.tier for tier in self.manager.stats().tiers], which)
+        report = self.manager.operator.clear(namespace, tier)
+        assert report.blocks.keys() == {tier}
+        self.roomy = False
 
     def restart(self) -> None:
         self.manager.close()

@@ -229,7 +229,7 @@ class RemoteFaults:
         prompts = [keys(1000 + number, *[0] * 15) for number in range(12)]
         for prompt in prompts:
             node.save(prompt)
-            node.manager._lower["remote"].drain(2.0)
+            node.manager._lower["remote"].drain(0.5)
         for prompt in prompts:
             node.load(prompt)
         if not running.can_evict:

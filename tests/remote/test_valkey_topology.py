@@ -1,6 +1,7 @@
 """The store on a cluster whose slots move, and on a master that sentinels replace."""
 
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -205,6 +206,41 @@ def test_a_single_server_that_is_said_to_be_a_cluster(tmp_path: Path) -> None:
     server.kill()
     assert caught.value.cause == "refused"
     store.close()
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        b":7\r\n",
+        b"*1\r\n*1\r\n:0\r\n",
+        b"*1\r\n*3\r\n$1\r\na\r\n:5\r\n*2\r\n$1\r\nh\r\n:7\r\n",
+        b"*1\r\n*3\r\n:0\r\n:16384\r\n*2\r\n$1\r\nh\r\n:7\r\n",
+        b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\nh\r\n$1\r\nx\r\n",
+        b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\n\xff\r\n:7\r\n",
+    ],
+)
+def test_a_map_of_a_cluster_that_makes_no_sense(slots: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            client, _ = listener.accept()
+            with client:
+                while b"SLOTS" not in client.recv(1000):
+                    client.sendall(b"+OK\r\n")
+                client.sendall(slots)
+                client.recv(1000)
+
+        threading.Thread(target=answer, daemon=True).start()
+        store = ValkeyStore(
+            f"valkey://127.0.0.1:{listener.getsockname()[1]}",
+            block_bytes=BLOCK_BYTES,
+            timeout_seconds=1.0,
+            access=ValkeyAccess(cluster=True),
+        )
+        with pytest.raises(TierUnavailable) as caught:
+            fetch(store, key(1))
+        assert caught.value.cause == "refused"
+        store.close()
 
 
 def test_a_server_of_a_cluster_that_dies(tmp_path: Path) -> None:

@@ -513,6 +513,7 @@ def test_operator_can_pin(path: Path) -> None:
         put = client.put_match(ALICE, keys(1, 2))
         client.launch([put.task_id])
         client.complete([put.task_id])
+        client.ping()  # all that came before it has been done
         with contextlib.closing(observe(path)) as operator:
             number, blocks = operator.pin(ALICE, keys(1, 2), 60.0)
             assert blocks == 2
@@ -529,6 +530,7 @@ def test_operator_can_pin_what_a_request_has_saved(path: Path) -> None:
         put = client.put_match(ALICE, keys(1, 2, 3), request="r1")
         client.launch([put.task_id])
         client.complete([put.task_id])
+        client.ping()
         with contextlib.closing(observe(path)) as operator:
             assert operator.pin_request("r1", 60.0) == (1, 2)
             with pytest.raises(LimitExceeded, match="no more may be pinned"):

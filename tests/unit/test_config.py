@@ -46,6 +46,7 @@ def configs(draw: st.DrawFn) -> Config:
         socket=socket,
         weights_fingerprint=draw(st.none() | texts),
         block_format=draw(st.sampled_from(["exact", "int8"])),
+        load_mode=draw(st.sampled_from(["blockwise", "layerwise"])),
         lookup_wait_seconds=wait,
         lookup_timeout_seconds=timeout,
         remote_lookup_seconds=draw(seconds),
@@ -115,6 +116,7 @@ def test_the_defaults_are_these() -> None:
         "server": "embedded",
         "socket": None,
         "weights_fingerprint": None,
+        "load_mode": "blockwise",
         "lookup_wait_seconds": 0.001,
         "lookup_timeout_seconds": 0.1,
         "remote_lookup_seconds": 0.05,
@@ -131,9 +133,38 @@ def test_the_defaults_are_these() -> None:
         "kv_events_topic": "",
         "kv_events_hashes": "int",
         "kv_events_replay": None,
+        "attention_hook": None,
+        "metrics": None,
+        "otlp_traces_endpoint": None,
         "recompute": "auto",
         "quotas": (),
+        "blend": "requested",
+        "blend_chunk_size": 64,
+        "blend_rule": "two_round_query",
+        "recompute_ratio": 0.15,
+        "recompute_boundary": 2,
+        "blend_min_saved_tokens": 1024,
+        "blend_min_saved_share": 0.3,
+        "position_correction": True,
+        "min_match_ratio": None,
+        "rope_theta": None,
+        "head_dim": None,
+        "blend_index_tokens": 8 << 20,
     }
+
+
+def test_the_share_to_recompute_has_names() -> None:
+    for said, ratio in (("fast", 0.05), ("balanced", 0.15), ("safe", 0.3), ("0.2", 0.2), (0, 0)):
+        assert Config.model_validate({"recompute_ratio": said}).recompute_ratio == ratio
+    for wrong in ("quick", -0.1, 1.1, True):
+        with pytest.raises(ValidationError):
+            Config.model_validate({"recompute_ratio": wrong})
+
+
+def test_keys_stay_where_their_tokens_are() -> None:
+    assert Config.model_validate({"position_correction": "true"}).position_correction
+    with pytest.raises(ValidationError, match="keys that are not moved"):
+        Config.model_validate({"position_correction": False})
 
 
 def test_every_setting_is_described() -> None:

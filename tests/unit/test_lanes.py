@@ -122,6 +122,19 @@ def test_cancelled_while_running_is_over_only_when_it_has_stopped(lanes: Lanes[s
     assert lanes.poll() == []
 
 
+def test_waiting_for_one_job_is_over_when_that_has_ended(lanes: Lanes[str]) -> None:
+    gate, log = Gate(), list[str]()
+    first = lanes.submit(gate, Lane.LOAD)
+    second = lanes.submit(says("second", log), Lane.LOAD)
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    assert not lanes.wait_for(first, 0.0)
+    gate.go.set()
+    assert lanes.wait_for(second)
+    assert (first.outcome, log) == (Outcome.DONE, ["second"])
+    assert lanes.wait_for(first, 0.0)
+    poll(lanes, 2)
+
+
 def test_close_cancels_the_queue_stops_the_runner_and_refuses_more() -> None:
     lanes, gate = Lanes[str](), Gate()
     running = lanes.submit(gate, Lane.SAVE)

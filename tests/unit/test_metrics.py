@@ -1,5 +1,7 @@
 """The counters: a fixed catalogue, amounts that add up, the Prometheus text."""
 
+import re
+
 from kvstrata.observe import metrics
 from kvstrata.observe.metrics import Counters
 
@@ -21,7 +23,39 @@ def test_catalogue_is_append_only() -> None:
         "kvstrata_declined_blocks_total",
         "kvstrata_unlogged_events_total",
         "kvstrata_remote_faults_total",
+        "kvstrata_loaded_bytes_total",
+        "kvstrata_saved_bytes_total",
+        "kvstrata_spared_prefill_tokens_total",
+        "kvstrata_spared_prefill_seconds_total",
+        "kvstrata_lookup_seconds",
+        "kvstrata_promotion_seconds",
+        "kvstrata_load_seconds",
+        "kvstrata_save_seconds",
+        "kvstrata_store_operation_seconds",
+        "kvstrata_store_operation_bytes_total",
+        "kvstrata_tier_capacity_bytes",
+        "kvstrata_tier_used_bytes",
+        "kvstrata_tier_waiting_blocks",
+        "kvstrata_tier_reading_blocks",
+        "kvstrata_tier_switched_off",
+        "kvstrata_tier_backed_bytes",
+        "kvstrata_tier_padding_bytes",
+        "kvstrata_tier_longest_free_run",
+        "kvstrata_running_tasks",
+        "kvstrata_pinned_blocks",
+        "kvstrata_leased_blocks",
+        "kvstrata_engines",
+        "kvstrata_connected",
     ]
+
+
+def test_names_and_units_are_those_that_prometheus_wants() -> None:
+    for metric in metrics.CATALOGUE:
+        assert re.fullmatch(r"kvstrata_[a-z]+(_[a-z]+)*", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert (metric.kind == "histogram") == metric.name.endswith("_seconds")
+        assert metric.help.endswith(".")
+        assert set(metric.label_names) <= {"tier", "operation", "reason", "cause", "kind", "server"}
 
 
 def test_amounts_add_up_by_label() -> None:

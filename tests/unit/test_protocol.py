@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from kvstrata.core.errors import LimitExceeded, ProtocolError
 from kvstrata.core.keys import as_key_array
 from kvstrata.manager.decisions import Decision
-from kvstrata.manager.report import CacheReport, NamespaceReport, PinReport, TierReport
+from kvstrata.manager.report import (
+    CacheReport,
+    ClearReport,
+    NamespaceReport,
+    PinReport,
+    RunReport,
+    TierReport,
+)
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
 
@@ -37,6 +44,11 @@ REQUESTS: list[p.Request] = [
     p.Pin(6, b"n" * 16, b"k" * 64, 60.0),
     p.PinRequest(6, "cmpl-1", 60.0),
     p.Unpin(7, 3),
+    p.Hottest(7, 64),
+    p.Prompt(7, b"n" * 16, b"k" * 32),
+    p.Locate(7, b"n" * 16, b"k" * 64),
+    p.Clear(7, b"", "disk", True),
+    p.Drain(7, False),
     p.Launch([1, 2]),
     p.Complete([]),
     p.CompletePart(2**40, 3),
@@ -69,6 +81,10 @@ REPLIES: list[p.Reply] = [
     p.Report(6, None),
     p.Explained(8, [Decision(1.5, "get", "r", "6162", 9, 4, reason="all", recompute_seconds=0.5)]),
     p.Pinned(9, 2, 7),
+    p.Hot(9, [RunReport(-1, "6162", 0, 5, 4, 3, 2, 1, 2, 9, "6b")]),
+    p.PromptKeys(9, b"k" * 64),
+    p.Located(9, 2, 3),
+    p.Cleared(9, ClearReport({"host": 3}, 1, 2)),
     p.Refused(7, "config", "no", None),
 ]
 
@@ -173,6 +189,9 @@ def test_frame_over_the_limit_is_neither_sent_nor_accepted() -> None:
         (p.Hello(0, 2, "", "s" * 256), p.Hello(0, 2, "", "s" * 257)),
         (p.Hello(0, 2, "", "", (1 << 40) - 1), p.Hello(0, 2, "", "", 1 << 40)),
         (p.Hello(0, 2, "", "", 0), p.Hello(0, 2, "", "", -1)),
+        (p.Hottest(0, 64), p.Hottest(0, 65)),
+        (p.Hottest(0, 1), p.Hottest(0, 0)),
+        (p.Clear(0, b"", "t" * 256, True), p.Clear(0, b"", "t" * 257, True)),
         (p.Hello(0, 2, "", rank=(1 << 31) - 1), p.Hello(0, 2, "", rank=1 << 31)),
         (p.Hello(0, 2, "", world_size=0), p.Hello(0, 2, "", world_size=-1)),
         (
@@ -180,7 +199,10 @@ def test_frame_over_the_limit_is_neither_sent_nor_accepted() -> None:
             p.Register(b"", {str(n): "" for n in range(257)}),
         ),
     ],
-    ids=["Launch", "TryWait", "role", "session", "size", "no-size", "rank", "world", "parts"],
+    ids=[
+        *("Launch", "TryWait", "role", "session", "size", "no-size", "most-prompts"),
+        *("no-prompts", "tier", "rank", "world", "parts"),
+    ],
 )
 def test_request_of_more_than_its_limit_is_none(fits: p.Request, too_much: p.Request) -> None:
     assert p.decode_request(p.encode(fits)[4:]) == fits

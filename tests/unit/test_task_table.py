@@ -238,8 +238,9 @@ def test_cancelled_prefetch_begins_no_read(manager: KVManager, store: GatedStore
     with manager._lock:
         manager._cache.drop_from_host(manager._cache.index.find(BOB, as_key_array(keys(*range(4)))))
     store.reads.clear()
+    begun = store.begun_reads
     busy = [manager.prefetch(BOB, [block]) for block in keys(*range(4))]
-    eventually(lambda: reads_running(manager) == 4, "the readers do not begin")
+    eventually(lambda: store.begun_reads == begun + 4, "the readers do not begin")
     task = manager.prefetch(ALICE, PROMPT)
     eventually(lambda: reads_running(manager) == 8, "its blocks are never asked for")
     manager.cancel([task])

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
+from tests.vllm.nursery import Forked, Nursery
+
 from kvstrata.core.config import Config, config_from_json, config_to_json
 from kvstrata.core.errors import ServerUnavailable
 from kvstrata.manager.report import CacheReport
@@ -37,6 +39,7 @@ _CONNECTOR: Final = {
     "kv_connector_module_path": "kvstrata.integration.vllm.connector",
 }
 _LOG_TAIL_BYTES: Final = 8000
+_IDLE_SECONDS: Final = 0.01
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class Ask:
     new_tokens: int = 4
     at_step: int = 0  # of the engine, counted in its outputs, when it arrives
     transfer: Mapping[str, Any] | None = None  # its kv_transfer_params
+    salt: str | None = None  # its cache_salt
+    lora: str | None = None  # folder of the adapter
+    embeds: str | None = None  # file of a tensor (tokens, hidden size) that is the prompt instead
 
 
 @dataclass(frozen=True)
@@ -66,10 +72,11 @@ class Act:
 
 @dataclass(frozen=True)
 class Answer:
-    tokens: list[int]
+    tokens: list[int]  # none of a pooling request
     cached_tokens: int
     finish_reason: str | None  # None if aborted
     seconds: float  # from arrival to the last output
+    embedding: list[float] = field(default_factory=list)  # of a pooling request
 
 
 class EngineFailed(AssertionError):
@@ -85,20 +92,18 @@ class Engine:
     transfer: Mapping[str, Any] | None = None  # vLLM's kv_transfer_config without the names
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: Sequence[str] = ()  # that runs it, as in a network of its own
+    is_split: bool = False  # into vLLM's three processes; in one it starts in a third of the time
 
     def __post_init__(self) -> None:
         self._tag = f"ENGINE_UNDER_TEST={uuid.uuid4()}"
         name, value = self._tag.split("=")
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.is_split)),
+            name: value,
+        }
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*self.command, sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env=os.environ
-                | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), name: value},
-            )
+            self._process = self._started(log, env)
         self._ready = False
         self._inbox = b""
         self._asked = 0
@@ -115,8 +120,23 @@ class Engine:
             "disable_log_stats": False,
         }
         if self.transfer is not None:
-            settings["kv_transfer_config"] = {**_CONNECTOR, **self.transfer}
+            named = {} if "kv_connector" in self.transfer else _CONNECTOR
+            settings["kv_transfer_config"] = {**named, **self.transfer}
         self._send({**settings, **self.settings})
+
+    def _started(
+        self, log: IO[bytes], env: Mapping[str, str]
+    ) -> "Forked | subprocess.Popen[bytes]":
+        if not self.command:
+            return Nursery.here().engine(log, env)
+        return subprocess.Popen(
+            [*self.command, sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            env=env,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +182,13 @@ class Engine:
         self._send({"do": "counters"})
         counters: dict[str, float] = self._receive(ANSWER_SECONDS)["counters"]
         return counters
+
+    def exposition(self) -> str:
+        """What vLLM's ``/metrics`` would answer."""
+        self.wait_ready()
+        self._send({"do": "exposition"})
+        text: str = self._receive(ANSWER_SECONDS)["exposition"]
+        return text
 
     def server_pid(self) -> int | None:
         """The embedded server, found among the processes that this engine has started."""
@@ -363,18 +390,29 @@ class _Child:
             settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
         self._llm = LLM(**settings)
         self._engine = self._llm.llm_engine
+        self._pools = settings.get("runner") == "pooling"
+        self._loras: dict[str, int] = {}  # number of each adapter, by its folder
         self._say({"ready": True})
 
     def serve(self) -> None:
-        for line in self._commands:
+        while line := self._next_line():
             command = json.loads(line)
             if command["do"] == "run":
                 self._say({"answers": self._run(command["todo"])})
             elif command["do"] == "reset":
                 reset = self._engine.reset_prefix_cache(reset_connector=command["connector"])
                 self._say({"done": reset})
+            elif command["do"] == "exposition":
+                self._say({"exposition": self._exposition()})
             else:
                 self._say({"counters": self._counters()})
+
+    def _next_line(self) -> str:
+        """In one process nobody but us steps the engine, which has saves to end."""
+        split = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        while not split and not select.select([self._commands], [], [], _IDLE_SECONDS)[0]:
+            self._engine.step()
+        return self._commands.readline()
 
     def _run(self, todo: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         todo = sorted(todo, key=lambda each: each["at_step"])
@@ -390,9 +428,8 @@ class _Child:
                 continue
             for output in self._engine.step():
                 answers[output.request_id] = {
-                    "tokens": list(output.outputs[0].token_ids),
+                    **(_pooled(output) if self._pools else _generated(output)),
                     "cached_tokens": output.num_cached_tokens or 0,
-                    "finish_reason": output.outputs[0].finish_reason,
                     "seconds": time.monotonic() - arrived[output.request_id],
                 }
             step += 1
@@ -416,16 +453,31 @@ class _Child:
                 )
 
     def _add(self, ask: dict[str, Any]) -> None:
-        from vllm import SamplingParams
+        import torch
+        from vllm import PoolingParams, SamplingParams
+        from vllm.lora.request import LoRARequest
 
-        params = SamplingParams(
-            max_tokens=ask["new_tokens"],
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=ask["transfer"] and {"kv_transfer_params": ask["transfer"]},
+        prompt: dict[str, Any] = {"prompt_token_ids": ask["prompt"]}
+        if ask["embeds"]:
+            prompt = {"prompt_embeds": torch.load(ask["embeds"])}
+        if ask["salt"]:
+            prompt["cache_salt"] = ask["salt"]
+        adapter = None
+        if ask["lora"]:
+            number = self._loras.setdefault(ask["lora"], len(self._loras) + 1)
+            adapter = LoRARequest(Path(ask["lora"]).name, number, ask["lora"])
+        params = (
+            PoolingParams(task="embed")
+            if self._pools
+            else SamplingParams(
+                max_tokens=ask["new_tokens"],
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=ask["transfer"] and {"kv_transfer_params": ask["transfer"]},
+            )
         )
-        self._engine.add_request(ask["id"], {"prompt_token_ids": ask["prompt"]}, params)
+        self._engine.add_request(ask["id"], prompt, params, lora_request=adapter)
 
     def _counters(self) -> dict[str, float]:
         counters: dict[str, float] = {}
@@ -437,19 +489,34 @@ class _Child:
                 counters[name] = counters.get(name, 0) + value
         return counters
 
+    def _exposition(self) -> str:
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return generate_latest(get_prometheus_registry()).decode()
+
     def _say(self, message: dict[str, Any]) -> None:
         self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
 
 
-def _main() -> None:
-    if sys.argv[1:2] == ["server"]:
-        run_server(config_from_json(sys.argv[2]), Path(sys.argv[3]))
-        return
+def _generated(output: Any) -> dict[str, Any]:
+    done = output.outputs[0]
+    return {"tokens": list(done.token_ids), "finish_reason": done.finish_reason}
+
+
+def _pooled(output: Any) -> dict[str, Any]:
+    return {"tokens": [], "finish_reason": None, "embedding": output.outputs.data.tolist()}
+
+
+def run_child() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print belongs to the log
     _Child(sys.stdin, answers).serve()
 
 
 if __name__ == "__main__":
-    _main()
+    if sys.argv[1:2] == ["server"]:
+        run_server(config_from_json(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        run_child()

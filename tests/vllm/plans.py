@@ -8,11 +8,13 @@ import torch
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -70,13 +72,27 @@ def mla(**changes: Any) -> MLAAttentionSpec:
     return MLAAttentionSpec(**(sizes | changes))
 
 
-def group(spec: KVCacheSpec | dict[str, KVCacheSpec], layers: int = 4) -> KVCacheGroupSpec:
-    """*spec* for every layer, or one for each by name."""
+def sliding(**changes: Any) -> SlidingWindowSpec:
+    sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
+    return SlidingWindowSpec(**(sizes | {"sliding_window": 2 * BLOCK_SIZE} | changes))
+
+
+def chunked(**changes: Any) -> ChunkedLocalAttentionSpec:
+    sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
+    return ChunkedLocalAttentionSpec(**(sizes | {"attention_chunk_size": 128} | changes))
+
+
+def group(
+    spec: KVCacheSpec | dict[str, KVCacheSpec], layers: int = 4, *, first: int = 0
+) -> KVCacheGroupSpec:
+    """*spec* for every layer from *first* on, or one for each by name."""
     if isinstance(spec, dict):
         wrapped = UniformTypeKVCacheSpecs.from_specs(spec)
         assert wrapped is not None
         return KVCacheGroupSpec(list(spec), wrapped)
-    return KVCacheGroupSpec([f"model.layers.{i}.self_attn.attn" for i in range(layers)], spec)
+    return KVCacheGroupSpec(
+        [f"model.layers.{i}.self_attn.attn" for i in range(first, first + layers)], spec
+    )
 
 
 def plan(

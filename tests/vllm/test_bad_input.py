@@ -21,7 +21,7 @@ def _engine(model: Path, folder: Path, name: str, extra: dict[str, Any]) -> Engi
         "engine_id": f"{name}-{random.randrange(1 << 30)}",
         "kv_connector_extra_config": extra,
     }
-    return Engine(model, folder / f"{name}.log", transfer)
+    return Engine(model, folder / f"{name}.log", transfer, is_split=name == "misspelt")
 
 
 def _directory_of_another_version(folder: Path) -> Path:

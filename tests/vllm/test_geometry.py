@@ -1,13 +1,31 @@
+import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.vllm.plans import BLOCK_SIZE, full, group, mla, model_folder, plan, tensors, vllm_config
+from tests.vllm.plans import (
+    BLOCK_SIZE,
+    chunked,
+    full,
+    group,
+    mla,
+    model_folder,
+    plan,
+    sliding,
+    tensors,
+    vllm_config,
+)
+from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    SlidingWindowManager,
+)
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -16,15 +34,58 @@ from vllm.v1.kv_cache_interface import (
     RSWASpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
-    SlidingWindowSpec,
 )
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.geometry import (
     DeviceGeometry,
+    GroupGeometry,
     geometry_from_config,
     pages_from_tensors,
 )
+from kvstrata.integration.vllm.reach import Reach
+
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "is_encoder_decoder": True,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "vocab_size": 1024,
+    "max_target_positions": 448,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def layer(number: int) -> str:
+    return f"model.layers.{number}.self_attn.attn"
+
 
 PAGE = 4 * BLOCK_SIZE * 16 * 2  # heads, tokens, K and V of 8 values, bytes per value
 
@@ -38,14 +99,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 def test_pages_are_exactly_the_registered_bytes(config: VllmConfig, layout: str) -> None:
     planned = plan(config, group(full()), layout=layout, num_blocks=5)
     geometry = geometry_from_config(config, planned)
-    assert geometry == DeviceGeometry(
-        num_blocks=5,
+    only = GroupGeometry(
         block_size=32,
         layers=tuple(f"model.layers.{i}.self_attn.attn" for i in range(4)),
         page_bytes=(PAGE,) * 4,
     )
+    assert geometry == DeviceGeometry(num_blocks=5, groups=(only,))
     caches = tensors(planned)
-    pages = pages_from_tensors(caches, geometry, planned)
+    (pages,) = pages_from_tensors(caches, geometry, planned)
     for i, (name, page) in enumerate(zip(geometry.layers, pages, strict=True)):
         assert (page.shape, page.dtype) == ((5, PAGE), torch.uint8)
         caches[name].view(torch.int8)[3] = i + 1
@@ -57,14 +118,14 @@ def test_mla_page_has_one_latent_per_token(config: VllmConfig) -> None:
     planned = plan(config, group(mla()), layout="LBNHC")
     geometry = geometry_from_config(config, planned)
     assert geometry.page_bytes == (BLOCK_SIZE * 24 * 2,) * 4
-    assert len(pages_from_tensors(tensors(planned), geometry, planned)) == 4
+    assert [len(each) for each in pages_from_tensors(tensors(planned), geometry, planned)] == [4]
 
 
 def test_mla_alignment_padding_belongs_to_the_page(config: VllmConfig) -> None:
     planned = plan(config, group(mla(alignment=1000)), layout="LBNHC")
     geometry = geometry_from_config(config, planned)
     assert geometry.page_bytes == (2000,) * 4
-    assert len(pages_from_tensors(tensors(planned), geometry, planned)) == 4
+    assert [len(each) for each in pages_from_tensors(tensors(planned), geometry, planned)] == [4]
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
@@ -77,7 +138,7 @@ def test_layers_of_different_size_agree_in_both_processes(config: VllmConfig, la
     scheduler = generate_scheduler_kv_cache_config([planned])
     assert isinstance(scheduler.kv_cache_groups[0].kv_cache_spec, FullAttentionSpec)
     assert geometry_from_config(config, scheduler) == worker
-    assert [p.shape[1] for p in pages_from_tensors(tensors(planned), worker, planned)] == [
+    assert [p.shape[1] for p in pages_from_tensors(tensors(planned), worker, planned)[0]] == [
         PAGE,
         2 * PAGE,
         PAGE,
@@ -89,8 +150,81 @@ def test_device_blocks_of_several_kernel_blocks(config: VllmConfig) -> None:
     geometry = geometry_from_config(config, planned)
     caches = tensors(planned, kernel_block_size=16)
     assert next(iter(caches.values())).shape[0] == 12
-    pages = pages_from_tensors(caches, geometry, planned)
+    (pages,) = pages_from_tensors(caches, geometry, planned)
     assert pages[0].shape == (3, 2 * PAGE)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_groups_have_their_layers_in_the_same_memory(config: VllmConfig, layout: str) -> None:
+    groups = [group(full(), 2), group(sliding(), 2, first=2), group(chunked(), 1, first=4)]
+    planned = plan(config, *groups, layout=layout, num_blocks=5)
+    geometry = geometry_from_config(config, planned)
+    assert geometry_from_config(config, generate_scheduler_kv_cache_config([planned])) == geometry
+    assert [each.reach for each in geometry.groups] == [
+        Reach(),
+        Reach(window=64),
+        Reach(chunk=128),
+    ]
+    assert geometry.rank_bytes(64) == 2 * 5 * PAGE
+    caches = tensors(planned)
+    pages = pages_from_tensors(caches, geometry, planned)
+    assert [len(each) for each in pages] == [2, 2, 1]
+    caches[geometry.groups[1].layers[1]].view(torch.int8)[3] = 7
+    assert (pages[1][1][3] == 7).all()
+    assert (pages[0][1][3] == 7).all()  # block 3 is the one group's or the other's
+    assert not pages[1][1][2].any()
+
+
+def test_groups_with_device_blocks_of_different_size(config: VllmConfig) -> None:
+    groups = [
+        group(full(block_size=64), 2),
+        group(sliding(sliding_window=4 * BLOCK_SIZE), 3, first=2),
+    ]
+    planned = plan(config, *groups, layout="BLHNC")
+    geometry = geometry_from_config(config, planned)
+    assert (geometry.block_size, geometry.layers) == (64, tuple(layer(i) for i in range(5)))
+    assert geometry.rank_bytes(128) == 2 * 2 * 2 * PAGE + 4 * 3 * PAGE
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        geometry.rank_bytes(32)
+    pages = pages_from_tensors(tensors(planned), geometry, planned)
+    assert [[page.shape[1] for page in each] for each in pages] == [[2 * PAGE] * 2, [PAGE] * 3]
+
+
+@pytest.mark.parametrize(
+    ("reach", "tokens", "problem"),
+    [
+        (Reach(window=64), 96, "sliding window of 64 tokens[\\s\\S]*multiple of 32 up to 64"),
+        (Reach(window=100), 128, "up to 96"),
+        (Reach(chunk=128), 96, "does not divide the model's attention chunks of 128"),
+    ],
+)
+def test_block_that_cannot_be_saved_whole_is_refused(
+    reach: Reach, tokens: int, problem: str
+) -> None:
+    geometry = DeviceGeometry(1, (GroupGeometry(32, ("a",), (1000,), reach),))
+    geometry.check_block(64)
+    with pytest.raises(ConfigError, match=problem):
+        geometry.check_block(tokens)
+
+
+@pytest.mark.parametrize(
+    ("reach", "tokens", "first"),
+    [
+        (Reach(), 1000, 0),
+        (Reach(window=5), 4, 0),
+        (Reach(window=5), 5, 1),
+        (Reach(chunk=8), 15, 8),
+        (Reach(chunk=8), 16, 16),
+    ],
+)
+def test_first_token_in_reach_is_vllms(reach: Reach, tokens: int, first: int) -> None:
+    assert reach.first_needed(tokens) == first
+    managers = {"window": SlidingWindowManager, "chunk": ChunkedLocalAttentionManager}
+    for name, manager in managers.items():
+        if (size := getattr(reach, name)) is None:
+            continue
+        sizes = {"sliding_window": size, "attention_chunk_size": size, "extra_retained_tokens": 0}
+        assert manager.get_num_skipped_tokens(SimpleNamespace(**sizes), tokens) == first
 
 
 def test_layer_that_shares_a_cache_is_not_copied_twice(config: VllmConfig) -> None:
@@ -101,7 +235,7 @@ def test_layer_that_shares_a_cache_is_not_copied_twice(config: VllmConfig) -> No
     planned.kv_cache_groups[0].layer_names.append(shared)
     geometry = geometry_from_config(config, planned)
     assert len(geometry.layers) == 4
-    assert len(pages_from_tensors(caches, geometry, planned)) == 4
+    assert [len(each) for each in pages_from_tensors(caches, geometry, planned)] == [4]
 
 
 def test_scheduler_without_a_placement_uses_the_spec(config: VllmConfig) -> None:
@@ -112,20 +246,15 @@ def test_scheduler_without_a_placement_uses_the_spec(config: VllmConfig) -> None
 @pytest.mark.parametrize(
     ("spec", "kind"),
     [
-        (SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16,
-                           sliding_window=64), "sliding_window"),
         (SlidingWindowMLASpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16,
                               sliding_window=64), "sliding_window_mla"),
-        (ChunkedLocalAttentionSpec(block_size=32, num_kv_heads=1, head_size=8,
-                                   dtype=torch.bfloat16, attention_chunk_size=64),
-         "chunked_local_attention"),
         (CrossAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16),
          "cross_attention"),
         (SinkFullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16,
                                sink_len=4), "sink_full_attention"),
         (RSWASpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16,
                   rswa_window=64), "RSWASpec"),
-        (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)), "mamba"),
+        (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)), "recurrent state"),
         (full(non_causal=True), "non-causal"),
     ],
     ids=lambda v: type(v).__name__ if not isinstance(v, str) else "",
@@ -138,11 +267,9 @@ def test_unsupported_kinds_are_named_with_the_way_out(
         geometry_from_config(config, bare)
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_one_group_only(config: VllmConfig, count: int) -> None:
-    bare = KVCacheConfig(8, [], [KVCacheGroupSpec([str(i)], full()) for i in range(count)])
-    with pytest.raises(ConfigError, match=f"has {count} KV cache groups"):
-        geometry_from_config(config, bare)
+def test_model_without_a_cache_is_refused(config: VllmConfig) -> None:
+    with pytest.raises(ConfigError, match=r"no KV cache[\s\S]*without the connector"):
+        geometry_from_config(config, KVCacheConfig(1, [], []))
 
 
 def test_hidden_and_host_resident_groups_are_refused(config: VllmConfig) -> None:
@@ -155,23 +282,54 @@ def test_hidden_and_host_resident_groups_are_refused(config: VllmConfig) -> None
             geometry_from_config(config, bare)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"],
-)
-def test_parallelism_that_splits_otherwise_is_refused(
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_parallelism_within_a_block_is_refused(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(config.parallel_config, name, 2)
-    with pytest.raises(ConfigError, match=f"{name} = 2"):
+    with pytest.raises(
+        ConfigError, match=rf"{name} = 2: .*tokens of a block[\s\S]*set {name} to 1"
+    ):
         geometry_from_config(config, plan(config, group(full())))
 
 
-def test_replicated_cache_is_refused(config: VllmConfig) -> None:
-    planned = plan(config, group(mla()), layout="LBNHC")
-    planned.kv_tp_replicas = 2
-    with pytest.raises(ConfigError, match="replicas"):
+def test_encoder_decoder_is_refused_by_name(tmp_path: Path, config: VllmConfig) -> None:
+    folder = tmp_path / "whisper"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(WHISPER))
+    whisper = vllm_config(folder, max_model_len=448)
+    with pytest.raises(
+        ConfigError, match=r"whisper' is an encoder-decoder model: .*encoder's input"
+    ):
+        geometry_from_config(whisper, plan(config, group(full())))
+
+
+@pytest.mark.parametrize(("chunks", "caches"), [(True, False), (False, True), (False, False)])
+def test_engine_that_cannot_go_on_from_loaded_tokens_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, chunks: bool, caches: bool
+) -> None:
+    planned = plan(config, group(full()))
+    monkeypatch.setattr(config.scheduler_config, "enable_chunked_prefill", chunks)
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", caches)
+    if chunks or caches:
         geometry_from_config(config, planned)
+        return
+    with pytest.raises(ConfigError, match="neither chunked prefill nor prefix caching"):
+        geometry_from_config(config, planned)
+
+
+def test_mla_on_a_cpu_is_refused_where_vllm_would_ignore_what_was_loaded(
+    tmp_path: Path, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own settings for a DeepSeek: without AMX a prefill there looks at itself alone."""
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    deepseek = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512
+    ).create_engine_config()
+    assert deepseek.model_config.use_mla
+    with pytest.raises(ConfigError, match=r"neither chunked prefill[\s\S]*without AMX"):
+        geometry_from_config(deepseek, plan(config, group(mla())))
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
@@ -236,7 +394,7 @@ def test_tensors_of_another_layout_are_refused(config: VllmConfig) -> None:
 
 
 def test_slot_holds_all_ranks_and_is_page_aligned() -> None:
-    geometry = DeviceGeometry(num_blocks=1, block_size=32, layers=("a",), page_bytes=(1000,))
+    geometry = DeviceGeometry(1, (GroupGeometry(32, ("a",), (1000,)),))
     assert geometry.rank_bytes(64) == 2000
     assert geometry.slot_bytes(64, world_size=1) == 4096
     assert geometry.slot_bytes(64, world_size=3) == 8192
@@ -244,6 +402,6 @@ def test_slot_holds_all_ranks_and_is_page_aligned() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 16, 33, 80])
 def test_block_must_be_whole_device_blocks(tokens: int) -> None:
-    geometry = DeviceGeometry(num_blocks=1, block_size=32, layers=("a",), page_bytes=(1000,))
+    geometry = DeviceGeometry(1, (GroupGeometry(32, ("a",), (1000,)),))
     with pytest.raises(ConfigError, match=r"multiple of 32"):
         geometry.rank_bytes(tokens)

@@ -78,7 +78,7 @@ def story(tiny_llama: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFac
     rng = random.Random(9)
     asks = [
         Ask(f"life-{i}", prompt, 8, at_step=2 * i)
-        for i, prompt in enumerate(random_prompts(rng, 24, most_tokens=MAX_TOKENS - 8))
+        for i, prompt in enumerate(random_prompts(rng, 16, most_tokens=MAX_TOKENS - 8))
     ]
     with _engine(tiny_llama, folder, names[0]) as engine:
         answers = engine.run(asks)

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, init_none_hash, maybe_convert
 
 from kvstrata.core.types import BlockKey
 from kvstrata.integration.vllm import events as events_module
-from kvstrata.integration.vllm.blocks import BlockMath
+from kvstrata.integration.vllm.blocks import BlockMath, GroupMath
 from kvstrata.integration.vllm.events import KVEvents, kv_events
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.manager.manager import KVManager
@@ -54,8 +54,19 @@ class Half:
     def __init__(self, manager: KVManager, link: CacheLink) -> None:
         self.manager = manager
         self.link = link
-        self.events = KVEvents(BlockMath(TOKENS, TOKENS // 2, TOKENS), link, SPEC)
+        self.events = KVEvents(BlockMath((GroupMath(TOKENS),), TOKENS // 2, TOKENS), link, [SPEC])
         self.taken: list[Any] = []
+
+    def is_followed(self) -> None:
+        """The server has read what the link has said up to now: it answers in order."""
+        pending = self.link.submit(p.GetMatch(0, b"n" * 16, b"k" * 32, "a probe"))
+        assert pending is not None
+
+        def is_answered() -> bool:
+            self.link.tick()
+            return pending.reply is not None
+
+        eventually(is_answered, "no answer")
 
     def wait(self, count: int) -> list[Any]:
         """The next *count* events."""
@@ -86,6 +97,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Half]:
     monkeypatch.setattr("kvstrata.integration.vllm.link._WORKERS_SECONDS", 0.0)
     with half(tmp_path) as told:
         told.events.follow(ALICE)
+        told.is_followed()
         yield told
 
 
@@ -208,7 +220,7 @@ def test_events_are_off_unless_vllm_publishes_some(
         vllm_config: Any = SimpleNamespace(kv_events_config=events, cache_config=cache)
         group = SimpleNamespace(kv_cache_spec=None)
         plan: Any = SimpleNamespace(kv_cache_groups=[group])
-        return kv_events(vllm_config, plan, BlockMath(4, 2, 4), told.link)
+        return kv_events(vllm_config, plan, BlockMath((GroupMath(4),), 2, 4), told.link)
 
     wanted = SimpleNamespace(enable_kv_cache_events=True)
     assert of(None, "sha256") is None

@@ -14,12 +14,14 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.integration.vllm.metadata import Load, Save, StepPlan, WorkerReport
+from kvstrata.integration.vllm.geometry import geometry_from_config
+from kvstrata.integration.vllm.metadata import NULL_BLOCK, Load, Save, StepPlan, WorkerReport
+from kvstrata.integration.vllm.ranks import Region, SlotRegions
 from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
 from kvstrata.storage.mapping import HostMapping
 
 SERVER = b"server"
-NUM_BLOCKS, SLOTS, PER_SLOT, WORLD = 12, 4, 3, 2
+NUM_BLOCKS, SLOTS, PER_SLOT, WORLD = 13, 4, 3, 2
 TIMEOUT_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0  # only a broken worker takes that long
 
@@ -63,12 +65,22 @@ class Rank:
     """One worker half with its paged tensors."""
 
     def __init__(
-        self, config: VllmConfig, kv_group: KVCacheGroupSpec, layout: str, rank: int, clock: Clock
+        self,
+        config: VllmConfig,
+        kv_group: KVCacheGroupSpec,
+        layout: str,
+        rank: int,
+        clock: Clock,
+        replicas: int = 1,
     ) -> None:
         planned = plan(config, kv_group, layout=layout, num_blocks=NUM_BLOCKS)
         registered = tensors(planned)
         self.caches = {name: registered[name] for name in kv_group.layer_names}
-        chosen = WorkerSettings(rank, WORLD, 32 * PER_SLOT, load_timeout_seconds=TIMEOUT_SECONDS)
+        geometry = geometry_from_config(config, planned)
+        regions = SlotRegions((geometry.rank_bytes(32 * PER_SLOT),), WORLD, replicas)
+        chosen = WorkerSettings(
+            regions.of(0, rank), 32 * PER_SLOT, load_timeout_seconds=TIMEOUT_SECONDS
+        )
         self.half = WorkerHalf(chosen, config, planned, clock=clock)
         self.half.register_kv_caches(self.caches)
 
@@ -86,8 +98,8 @@ class Rank:
 
     def gate(self) -> GatedCopier:
         half: Any = self.half
-        half._copier = GatedCopier(half._copier)
-        return half._copier  # type: ignore[no-any-return]  # Any, to reach into the half
+        half._copiers = [GatedCopier(half._copiers[0])]
+        return half._copiers[0]  # type: ignore[no-any-return]  # Any, to reach into the half
 
     def drain(self) -> tuple[set[str], set[str], WorkerReport]:
         """Everything that is reported until nothing is in flight."""
@@ -95,7 +107,7 @@ class Rank:
         received, failed, report = set[str](), set[str](), WorkerReport()
         give_up = time.monotonic() + PATIENCE_SECONDS
         while True:
-            busy = bool(half._task_of)
+            busy = bool(half._tasks_of)
             new_received, new_failed = self.half.collect()
             assert not received & new_received
             received |= new_received
@@ -109,11 +121,13 @@ class Rank:
 
 
 class Bench:
-    def __init__(self, config: VllmConfig, kv_group: KVCacheGroupSpec, layout: str) -> None:
+    def __init__(
+        self, config: VllmConfig, kv_group: KVCacheGroupSpec, layout: str, replicas: int = 1
+    ) -> None:
         self.clock = Clock()
-        self.ranks = [Rank(config, kv_group, layout, i, self.clock) for i in range(WORLD)]
+        self.ranks = [Rank(config, kv_group, layout, i, self.clock, replicas) for i in range(WORLD)]
         geometry = self.ranks[0].half.geometry
-        self.row_bytes = geometry.device_block_bytes
+        self.row_bytes = geometry.groups[0].device_block_bytes
         self.mapping = HostMapping.create(SLOTS, geometry.slot_bytes(32 * PER_SLOT, WORLD), SERVER)
         self.mapping.generations[:] = [10, 11, 12, 13]
         for rank in self.ranks:
@@ -172,7 +186,6 @@ def load(task_id: int = 1, **changes: Any) -> Load:
         "device_blocks": [1, 2, 3],
         "slots": [0],
         "generations": [10],
-        "first_offset": 0,
     }
     return Load(task_id=task_id, **(base | changes))
 
@@ -185,7 +198,7 @@ def save(task_id: int = 1, **changes: Any) -> Save:
 @st.composite
 def copies(draw: st.DrawFn) -> dict[str, Any]:
     slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
-    blocks = st.permutations(range(NUM_BLOCKS))
+    blocks = st.permutations(range(1, NUM_BLOCKS))
     first_offset = draw(st.integers(0, PER_SLOT - 1))
     end = draw(st.integers((len(slots) - 1) * PER_SLOT + 1, len(slots) * PER_SLOT))
     return {
@@ -221,7 +234,9 @@ def test_what_was_saved_is_loaded_byte_for_byte(any_layout: Bench, case: dict[st
         rank.fill(case["seed"] + 100 + i)
         expected = rank.device_blocks()
         expected[case["loaded"]] = originals[i][case["saved"]][first:][: len(case["loaded"])]
-        asked = Load("r", 8, case["loaded"], slots[:used], generations[:used], first)
+        rest = used * PER_SLOT - first - len(case["loaded"])
+        laid = [*[NULL_BLOCK] * first, *case["loaded"], *[NULL_BLOCK] * rest]
+        asked = Load("r", 8, laid, slots[:used], generations[:used])
         rank.half.start_load(StepPlan(SERVER, loads=[asked]))
         assert rank.drain() == ({"r"}, set(), WorkerReport(load_done={8: 1}))
         assert np.array_equal(rank.device_blocks(), expected)
@@ -252,9 +267,25 @@ def test_slot_that_changes_hands_during_the_copy_fails_the_task(
     assert rank.drain()[2] == expected
 
 
+def test_saves_of_an_idle_step_begin_without_wait_for_save_and_only_once(rank: Rank) -> None:
+    """vLLM 0.30 has a step without a forward begin loads, and says nothing of saves."""
+    plan = StepPlan(SERVER, saves=[save()], idle=True)
+    rank.half.start_load(plan)
+    rank.half.start_save(plan)  # as later versions say
+    assert rank.drain()[2] == WorkerReport(saved={1: 1})
+
+
+def test_saves_of_a_step_with_a_forward_wait_for_it(rank: Rank) -> None:
+    plan = StepPlan(SERVER, saves=[save()])
+    rank.half.start_load(plan)
+    assert rank.drain()[2] == WorkerReport()
+    rank.half.start_save(plan)
+    assert rank.drain()[2] == WorkerReport(saved={1: 1})
+
+
 def test_save_stops_at_the_first_slot_with_a_new_owner(bench: Bench, rank: Rank) -> None:
     rank.fill(1)
-    wanted = save(device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 99, 12])
+    wanted = save(device_blocks=list(range(1, 10)), slots=[0, 1, 2], generations=[10, 99, 12])
     rank.half.start_save(StepPlan(SERVER, saves=[wanted]))
     assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 0})
     assert not bench.mapping.data[1:].any()
@@ -287,9 +318,8 @@ def test_plan_of_another_server_fails_at_once(
         {"slots": [0], "generations": []},
         {"slots": [-1], "generations": [13]},
         {"slots": [SLOTS]},
-        {"first_offset": 1},
-        {"first_offset": -1},
-        {"first_offset": PER_SLOT, "device_blocks": [1]},
+        {"device_blocks": [NULL_BLOCK, 1, 2, 3]},
+        {"slots": [], "generations": []},
     ],
     ids=str,
 )
@@ -303,7 +333,12 @@ def test_impossible_load_fails_and_writes_nothing(rank: Rank, changes: dict[str,
 
 @pytest.mark.parametrize(
     "changes",
-    [{"device_blocks": [1, 2]}, {"slots": []}, {"slots": [-1], "generations": [13]}],
+    [
+        {"device_blocks": [1, 2]},
+        {"device_blocks": [1, NULL_BLOCK, 3]},
+        {"slots": []},
+        {"slots": [-1], "generations": [13]},
+    ],
     ids=str,
 )
 def test_impossible_save_fails_and_writes_nothing(
@@ -317,7 +352,7 @@ def test_impossible_save_fails_and_writes_nothing(
 
 def test_plan_before_the_caches_are_registered_fails(config: VllmConfig, bench: Bench) -> None:
     planned = plan(config, group(full(), layers=2), num_blocks=NUM_BLOCKS)
-    half = WorkerHalf(WorkerSettings(0, WORLD, 32 * PER_SLOT), config, planned)
+    half = WorkerHalf(WorkerSettings(Region(0, 1), 32 * PER_SLOT), config, planned)
     half.mapping = bench.mapping
     half.start_load(StepPlan(SERVER, loads=[load()]))
     assert half.collect() == ({"r1"}, {"r1"})
@@ -334,7 +369,8 @@ def test_slots_too_small_for_all_ranks_fail(bench: Bench, rank: Rank) -> None:
 
 def test_late_load_is_failed_only_once_its_copy_has_stopped(bench: Bench, rank: Rank) -> None:
     gate = rank.gate()
-    wanted = load(device_blocks=[1, 2, 3, 4], slots=[0, 1], generations=[10, 11])
+    laid = [1, 2, 3, 4, NULL_BLOCK, NULL_BLOCK]
+    wanted = load(device_blocks=laid, slots=[0, 1], generations=[10, 11])
     rank.half.start_load(StepPlan(SERVER, loads=[wanted]))
     assert gate.entered.wait(PATIENCE_SECONDS)
     bench.clock.now += TIMEOUT_SECONDS
@@ -364,18 +400,18 @@ def test_load_overtakes_the_pieces_of_a_large_save(
 ) -> None:
     monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
     gate = rank.gate()
-    large = save(1, device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 11, 12])
+    large = save(1, device_blocks=list(range(1, 10)), slots=[0, 1, 2], generations=[10, 11, 12])
     rank.half.start_save(StepPlan(SERVER, saves=[large]))
     assert gate.entered.wait(PATIENCE_SECONDS)
-    wanted = load(2, device_blocks=[9, 10, 11], slots=[3], generations=[13])
+    wanted = load(2, device_blocks=[10, 11, 12], slots=[3], generations=[13])
     rank.half.start_load(StepPlan(SERVER, loads=[wanted]))
     gate.go.set()
     assert rank.drain()[2] == WorkerReport(saved={1: 1}, load_done={2: 1})
     assert gate.calls == [
-        ("save", [0, 1, 2]),
-        ("load", [9, 10, 11]),
-        ("save", [3, 4, 5]),
-        ("save", [6, 7, 8]),
+        ("save", [1, 2, 3]),
+        ("load", [10, 11, 12]),
+        ("save", [4, 5, 6]),
+        ("save", [7, 8, 9]),
     ]
 
 
@@ -385,7 +421,7 @@ def test_save_of_pieces_is_over_only_when_the_last_one_is(
     monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
     gate = rank.gate()
     gate.hold_from = 2
-    large = save(1, device_blocks=list(range(9)), slots=[0, 1, 2], generations=[10, 11, 12])
+    large = save(1, device_blocks=list(range(1, 10)), slots=[0, 1, 2], generations=[10, 11, 12])
     rank.half.start_save(StepPlan(SERVER, saves=[large]))
     assert gate.entered.wait(PATIENCE_SECONDS)
     assert rank.half.collect() == (set(), set())
@@ -397,13 +433,15 @@ def test_save_of_pieces_is_over_only_when_the_last_one_is(
 def test_failed_piece_spares_the_ones_after_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
     gate = rank.gate()
-    large = save(1, device_blocks=list(range(12)), slots=[0, 1, 2, 3], generations=[9, 11, 12, 13])
+    large = save(
+        1, device_blocks=list(range(1, 13)), slots=[0, 1, 2, 3], generations=[9, 11, 12, 13]
+    )
     rank.half.start_save(StepPlan(SERVER, saves=[large]))
     assert gate.entered.wait(PATIENCE_SECONDS)
     rank.half.collect()
     gate.go.set()
     assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 0})
-    assert gate.calls == [("save", [3, 4, 5])]
+    assert gate.calls == [("save", [4, 5, 6])]
 
 
 def test_pieces_before_the_one_that_failed_are_reported_as_copied(
@@ -411,7 +449,9 @@ def test_pieces_before_the_one_that_failed_are_reported_as_copied(
 ) -> None:
     monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
     rank.fill(1)
-    large = save(1, device_blocks=list(range(12)), slots=[0, 1, 2, 3], generations=[10, 11, 9, 13])
+    large = save(
+        1, device_blocks=list(range(1, 13)), slots=[0, 1, 2, 3], generations=[10, 11, 9, 13]
+    )
     rank.half.start_save(StepPlan(SERVER, saves=[large]))
     assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 2})
     assert bench.mapping.data[:2].any(axis=1).all()
@@ -425,7 +465,9 @@ def test_pieces_for_which_there_is_room_are_copied_and_reported(
     half: Any = rank.half
     half._lanes._limit = 3
     gate = rank.gate()
-    large = save(1, device_blocks=list(range(12)), slots=[0, 1, 2, 3], generations=[10, 11, 12, 13])
+    large = save(
+        1, device_blocks=list(range(1, 13)), slots=[0, 1, 2, 3], generations=[10, 11, 12, 13]
+    )
     rank.half.start_save(StepPlan(SERVER, saves=[large]))
     gate.go.set()
     assert rank.drain()[2] == WorkerReport(saved={1: 1}, save_failed={1: 3})
@@ -496,9 +538,30 @@ def test_task_keeps_the_mapping_it_began_with(bench: Bench, rank: Rank) -> None:
     assert np.array_equal(bench.host_rows(0, 0), rank.device_blocks()[[1, 2, 3]])
 
 
+def test_what_all_ranks_hold_is_saved_by_the_first_and_loaded_by_all(config: VllmConfig) -> None:
+    bench = Bench(config, group(mla(), layers=2), "LBNHC", replicas=WORLD)
+    first, second = bench.ranks
+    for rank in bench.ranks:
+        rank.fill(7)
+    saved = first.device_blocks()[[1, 2, 3]]
+    second.half.start_save(StepPlan(SERVER, saves=[save()]))
+    assert second.drain()[2] == WorkerReport(saved={1: 1})
+    assert not bench.mapping.data.any()
+    first.half.start_save(StepPlan(SERVER, saves=[save()]))
+    assert first.drain()[2] == WorkerReport(saved={1: 1})
+    assert np.array_equal(bench.host_rows(0, 0), saved)
+    assert not bench.host_rows(1, 0).any()
+    for i, rank in enumerate(bench.ranks):
+        rank.fill(8 + i)
+        rank.half.start_load(StepPlan(SERVER, loads=[load()]))
+        assert rank.drain()[:2] == ({"r1"}, set())
+        assert np.array_equal(rank.device_blocks()[[1, 2, 3]], saved)
+    bench.close()
+
+
 def test_cache_of_another_device_is_refused(config: VllmConfig) -> None:
     planned = plan(config, group(full(), layers=2), num_blocks=NUM_BLOCKS)
-    half = WorkerHalf(WorkerSettings(0, 1, 32), config, planned)
+    half = WorkerHalf(WorkerSettings(Region(0, 1), 32), config, planned)
     caches = {name: cache.to("meta") for name, cache in tensors(planned).items()}
     with pytest.raises(ConfigError):
         half.register_kv_caches(caches)

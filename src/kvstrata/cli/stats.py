@@ -26,6 +26,7 @@ _COUNTED: Final = {
     "kvstrata_lookup_blocks_total{tier=remote}": "looked up, found in the tier that nodes share",
     "kvstrata_lookup_blocks_total{tier=none}": "looked up, not found",
     "kvstrata_loaded_blocks_total": "loaded by engines",
+    "kvstrata_spared_prefill_tokens_total": "tokens loaded and not computed",
     "kvstrata_failed_loads_total": "failed loads",
     "kvstrata_saved_blocks_total": "saved by engines",
     "kvstrata_shed_blocks_total": "not saved, no room",
@@ -42,9 +43,11 @@ _COUNTED: Final = {
 _FAULTS: Final = "kvstrata_remote_faults_total{cause="
 _NOT_BLOCKS: Final = {
     "kvstrata_lookups_total",
+    "kvstrata_spared_prefill_tokens_total",
     "kvstrata_failed_loads_total",
     "kvstrata_unlogged_events_total",
 }
+_SHOWN_AS_BLOCKS: Final = "kvstrata_loaded_bytes_total"
 
 
 def stats(
@@ -66,9 +69,10 @@ def stats(
         if as_json:
             typer.echo(json.dumps(as_plain(views), indent=2))
         elif prometheus:
-            from kvstrata.cli.exposition import exposition
+            from kvstrata.server.exposition import exposition
 
-            typer.echo(exposition(views), nl=False)
+            reports = {str(view.socket): view.report for view in views if view.report}
+            typer.echo(exposition(reports), nl=False)
         else:
             print_views(views, _print)
 
@@ -116,6 +120,8 @@ def _counter_table(report: "CacheReport") -> "Table":
     block_bytes = report.tiers[0].block_bytes if report.tiers else 0
     known = {name: report.counters.get(name, 0) for name in _COUNTED}
     for name, value in (known | report.counters).items():
+        if name.startswith(_SHOWN_AS_BLOCKS):
+            continue
         if value or name in {"kvstrata_lookups_total", "kvstrata_saved_blocks_total"}:
             is_blocks = name not in _NOT_BLOCKS and not name.startswith(_FAULTS)
             size = human_bytes(value * block_bytes) if is_blocks else ""

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -19,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from kvstrata.core.addresses import http_url, listening_address
+from kvstrata.core.blend_fields import BlendFields
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.event_fields import topic, zmq_address
 from kvstrata.core.pipeline import directory_segment, host_segment, url_segment
@@ -100,7 +101,7 @@ class Contradictions(ConfigError):
         self.found = found
 
 
-class Config(BaseModel):
+class Config(BlendFields):
     """What an operator can set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -117,8 +118,9 @@ class Config(BaseModel):
     tokens_per_block: Count | None = Field(
         default=None,
         description=(
-            "Tokens in one block; a multiple of the engine's block size. Unset: the smallest such "
-            "multiple that is at least 64."
+            "Tokens in one block; a multiple of the engine's block size, in every KV cache group of "
+            "the model, no more than its sliding window and a divisor of its attention chunks. "
+            "Unset: the smallest such multiple that is at least 64."
         ),
         examples=["64"],
     )
@@ -154,6 +156,26 @@ class Config(BaseModel):
             "equal. Unset: computed from the weight files."
         ),
         examples=["llama-3.1-8b-2024-07-23"],
+    )
+    attention_hook: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
+        default=None,
+        description=(
+            "`package.module:Class` of an attention hook, which sees what each attention layer is "
+            "given and may change it (docs/extending.md). Only with `kv_connector: DirectConnector` "
+            "and `--enforce-eager`."
+        ),
+        examples=["my_hooks:OutputNorms"],
+    )
+    load_mode: Literal["blockwise", "layerwise"] = Field(
+        default="blockwise",
+        description=(
+            "`blockwise`: a request waits for its blocks while others are computed, then runs. "
+            "`layerwise`: it runs at once, and each layer of a forward waits for its own share of "
+            "the blocks, as does every other request of that step. Needs `--no-async-scheduling`, "
+            "one pipeline stage and a model with full attention alone; CUDA graphs become "
+            "piecewise. A load that fails empties vLLM's prefix cache."
+        ),
+        examples=["layerwise"],
     )
     lookup_wait_seconds: Seconds = Field(
         default=0.001,
@@ -229,7 +251,8 @@ class Config(BaseModel):
         default=4096,
         description=(
             "Largest number of the engine's KV blocks that saves in flight keep from reuse; "
-            "beyond it, saves wait for a later step."
+            "beyond it, saves wait for a later step. What has left a sliding window by then is not "
+            "saved."
         ),
         examples=["4096"],
     )
@@ -292,6 +315,26 @@ class Config(BaseModel):
             "`kv_events`. Unset: none."
         ),
         examples=["tcp://127.0.0.1:5558"],
+    )
+
+    metrics: Annotated[str, AfterValidator(listening_address)] | None = Field(
+        default=None,
+        description=(
+            "`HOST:PORT` at which the server answers `GET /metrics` for Prometheus; whoever reaches it "
+            "can read. An embedded server's metrics are in vLLM's own `/metrics` already. Unset: none. "
+            "The server's to decide."
+        ),
+        examples=["127.0.0.1:9464"],
+    )
+
+    otlp_traces_endpoint: Annotated[str, AfterValidator(http_url)] | None = Field(
+        default=None,
+        description=(
+            "URL of an OpenTelemetry collector, to which the engine sends spans of lookups, promotions, "
+            "loads and saves over OTLP/HTTP. Below vLLM's traces where its `--otlp-traces-endpoint` is set "
+            "too. Needs `kvstrata[otel]`. Unset: none. The engine's to decide."
+        ),
+        examples=["http://127.0.0.1:4318/v1/traces"],
     )
 
     @property

@@ -1,35 +1,38 @@
 """Where settings come from, and which source wins. The only reader of the environment.
 
 ``overrides`` (``kv_connector_extra_config`` or the command line) > ``KVSTRATA_*`` > the file >
-defaults. All faults of one load are reported together.
+defaults. What is said in the words of UCM or FlexKV has no place in this order: it must not be said
+in ours as well. All faults of one load are reported together.
 """
 
-import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
+from functools import partial
 from typing import Any, Final, NamedTuple
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from kvstrata.core import spellings_of_flexkv, spellings_of_ucm
 from kvstrata.core.config import Config, Contradictions, quota_pairs
 from kvstrata.core.errors import ConfigError
-from kvstrata.core.pipeline import redact
 from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, ValkeyTier
+from kvstrata.core.settings_file import read_settings, show
+from kvstrata.core.spellings import Fault, Translation, lines_of
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier, Tier
 
 __all__ = ["ENVIRONMENT_PREFIX", "Setting", "explain", "load_config", "python_hash_seed"]
+
+_log = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX: Final = "KVSTRATA_"
 FILE_VARIABLE: Final = "KVSTRATA_CONFIG"
 FILE_KEY: Final = "config_file"
 
 _FIELDS: Final = Config.model_fields
-_LONGEST_SHOWN_CHARACTERS: Final = 200
 _TIER_MODELS: Final[dict[str, type[Tier]]] = {
     "host": HostTier,
     "disk": DiskTier,
@@ -45,13 +48,6 @@ class Setting(NamedTuple):
 
     value: Any
     source: str
-
-
-class _Fault(NamedTuple):
-    """One thing wrong with what was given, and what to do about it."""
-
-    message: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,11 @@ def load_config(
     Raises:
         ConfigError: naming every unknown key and every wrong value, with their sources.
     """
-    return _load(overrides, environ, overrides_name)[0]
+    config, _, theirs = _load(overrides, environ, overrides_name)
+    for each in theirs:
+        for is_warning, line in lines_of(each):
+            _log.log(logging.WARNING if is_warning else logging.INFO, "%s", line)
+    return config
 
 
 def explain(
@@ -100,7 +100,7 @@ def explain(
 
     Takes and raises what ``load_config`` does.
     """
-    config, origins = _load(overrides, environ, overrides_name)
+    config, origins, _ = _load(overrides, environ, overrides_name)
     return {
         key: Setting(getattr(config, key), origins[key].label(key) if key in origins else "default")
         for key in _FIELDS
@@ -116,9 +116,10 @@ def _load(
     overrides: Mapping[str, object] | None,
     environ: Mapping[str, str] | None,
     overrides_name: str,
-) -> tuple[Config, dict[str, _Source]]:
-    faults: list[_Fault] = []
-    sources = _sources(overrides or {}, os.environ if environ is None else environ, overrides_name)
+) -> tuple[Config, dict[str, _Source], list[Translation]]:
+    faults: list[Fault] = []
+    overrides, environ = overrides or {}, os.environ if environ is None else environ
+    sources = _sources(overrides, environ, overrides_name)
     values: dict[str, object] = {}
     origins: dict[str, _Source] = {}
     for source in _with_file(sources, faults):
@@ -126,11 +127,18 @@ def _load(
         for key in _FIELDS.keys() & source.values.keys():
             values[key] = source.values[key]
             origins[key] = source
+    theirs = _in_other_words(overrides, environ, faults)
+    for each in theirs:
+        faults += each.faults
+        faults += _said_twice(each, origins)
+        if not each.faults:
+            values |= each.settings
+            origins |= {key: _Source(name, each.settings) for key, name in each.origins.items()}
     config, wrong = _validate(values, origins)
     faults += wrong
     if config is None or faults:
         raise _as_error(faults)
-    return config, origins
+    return config, origins, theirs
 
 
 # --- sources ---------------------------------------------------------------------------------
@@ -146,7 +154,8 @@ def _sources(
         if name.startswith(ENVIRONMENT_PREFIX)
     }
     environment = _Source("environment", variables, (FILE_VARIABLE,), ENVIRONMENT_PREFIX)
-    given = _Source(overrides_name, {str(k): v for k, v in overrides.items()}, (FILE_KEY,))
+    settings = {str(k): v for k, v in overrides.items() if k not in spellings_of_ucm.NAMES}
+    given = _Source(overrides_name, settings, (FILE_KEY,))
     return environment, given
 
 
@@ -156,7 +165,7 @@ def _setting_name(variable: str) -> str:
     return rest.lower() if rest == rest.upper() and rest.lower() in _FIELDS else variable
 
 
-def _with_file(sources: tuple[_Source, _Source], faults: list[_Fault]) -> Iterator[_Source]:
+def _with_file(sources: tuple[_Source, _Source], faults: list[Fault]) -> Iterator[_Source]:
     environment, given = sources
     if FILE_KEY in given.values:
         named, said_by = given.values[FILE_KEY], f"{FILE_KEY} in {given.name}"
@@ -164,71 +173,52 @@ def _with_file(sources: tuple[_Source, _Source], faults: list[_Fault]) -> Iterat
         named, said_by = environment.values.get(FILE_VARIABLE), f"environment {FILE_VARIABLE}"
     if named is not None:
         try:
-            yield _Source(f"file {named}", _read_file(named, said_by))
+            yield _Source(f"file {named}", read_settings(named, said_by))
         except ConfigError as e:
-            faults.append(_Fault(str(e.args[0]), e.hint or ""))
+            faults.append(Fault(str(e.args[0]), e.hint or ""))
     yield environment
     yield given
 
 
-def _read_file(named: object, said_by: str) -> dict[str, object]:
-    if not isinstance(named, str | os.PathLike) or not str(named):
-        raise ConfigError(
-            f"{_show(named)} is not the path of a file (from {said_by})",
-            hint="give the path of a YAML or JSON file",
-        )
-    path = Path(named)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(
-            f"cannot read the file {path}: {e.strerror} (from {said_by})",
-            hint="check that it exists and that this user may read it",
-        ) from e
-    except ValueError as e:  # not UTF-8, or a zero character in the path
-        raise ConfigError(
-            f"cannot read the file {path}: {e} (from {said_by})", hint="save it as UTF-8 text"
-        ) from e
-    content = _parse(path, text)
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"the file {path} holds a {type(content).__name__}, not a mapping (from {said_by})",
-            hint="write one setting a line, for example 'tiers: host:8GiB'",
-        )
-    return {str(key): value for key, value in content.items()}
-
-
-def _parse(path: Path, text: str) -> object:
-    is_json = path.suffix == ".json" or (
-        path.suffix not in {".yaml", ".yml"} and text.lstrip().startswith("{")
-    )
-    try:
-        if is_json:
-            return json.loads(text)
-        content = yaml.safe_load(text)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"the file {path} is not JSON: {e}", hint="mend it") from e
-    except yaml.MarkedYAMLError as e:
-        where = f", line {e.problem_mark.line + 1}" if e.problem_mark else ""
-        raise ConfigError(
-            f"the file {path} is not YAML: {e.problem}{where}", hint="quote values with ': '"
-        ) from e
-    except yaml.YAMLError as e:
-        raise ConfigError(f"the file {path} is not YAML: {e}", hint="mend it") from e
-    return {} if content is None else content
+def _in_other_words(
+    overrides: Mapping[str, object], environ: Mapping[str, str], faults: list[Fault]
+) -> list[Translation]:
+    """What the settings of other projects come to, where there are any."""
+    found: list[Translation] = []
+    for translate in (
+        partial(spellings_of_ucm.translate, overrides),
+        partial(spellings_of_flexkv.translate, environ),
+    ):
+        try:
+            translation = translate()
+        except ConfigError as e:
+            faults.append(Fault(str(e.args[0]), e.hint or ""))
+        else:
+            found += [] if translation is None else [translation]
+    return found
 
 
 # --- faults ----------------------------------------------------------------------------------
 
 
-def _unknown_keys(source: _Source) -> Iterator[_Fault]:
+def _unknown_keys(source: _Source) -> Iterator[Fault]:
     for key in source.values:
         if key in _FIELDS or key in source.extra_known:
             continue
         known = [*(source.spell(name) for name in _FIELDS), *source.extra_known]
         where = f"{source.name} {key}" if source.prefix else source.name
         remedy = _as_tier_setting(key.removeprefix(source.prefix).lower()) or _suggest(key, known)
-        yield _Fault(f"unknown setting {key!r} (from {where})", remedy)
+        yield Fault(f"unknown setting {key!r} (from {where})", remedy)
+
+
+def _said_twice(theirs: Translation, origins: Mapping[str, _Source]) -> Iterator[Fault]:
+    """There is no order between their words and ours."""
+    for key in theirs.settings.keys() & origins.keys():
+        yield Fault(
+            f"{key} is set in words of {theirs.project} (from {theirs.origins[key]}) and once more "
+            f"(from {origins[key].label(key)})",
+            "take one of them away",
+        )
 
 
 def _as_tier_setting(name: str) -> str | None:
@@ -259,7 +249,7 @@ def _suggest(key: str, known: Iterable[str]) -> str:
 
 def _validate(
     values: Mapping[str, object], origins: Mapping[str, _Source]
-) -> tuple[Config | None, list[_Fault]]:
+) -> tuple[Config | None, list[Fault]]:
     """Return the model, or None and what is wrong with *values*.
 
     The model reports contradictions only where each value is valid alone, so after a wrong value
@@ -278,7 +268,7 @@ def _validate(
 
 def _contradictions_without(
     values: Mapping[str, object], origins: Mapping[str, _Source], wrong: set[str]
-) -> Iterator[_Fault]:
+) -> Iterator[Fault]:
     try:
         Config.model_validate({k: v for k, v in values.items() if k not in wrong})
     except ValidationError as e:
@@ -286,7 +276,7 @@ def _contradictions_without(
             yield from _contradiction_faults(error, origins, wrong)
 
 
-def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[_Fault]:
+def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[Fault]:
     if not error["loc"]:
         yield from _contradiction_faults(error, origins, set())
         return
@@ -297,7 +287,7 @@ def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[_Fault
     where = _where(error["loc"], origins[key].values[key])
     if error["type"] == "extra_forbidden":
         name = str(error["loc"][-1])
-        yield _Fault(f"unknown setting {where!r} (from {source})", _suggest(name, siblings))
+        yield Fault(f"unknown setting {where!r} (from {source})", _suggest(name, siblings))
         return
     message = cause.args[0] if isinstance(cause, ConfigError) else error["msg"]
     hint = cause.hint if isinstance(cause, ConfigError) else None
@@ -306,13 +296,13 @@ def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[_Fault
     elif error["type"] == "missing":
         text = f"{where} is missing (from {source})"
     else:
-        text = f"{where}: {message} (got {_show(error['input'])}, from {source})"
-    yield _Fault(text, hint or _remedy(field))
+        text = f"{where}: {message} (got {show(error['input'])}, from {source})"
+    yield Fault(text, hint or _remedy(field))
 
 
 def _contradiction_faults(
     error: Any, origins: Mapping[str, _Source], wrong: set[str]
-) -> Iterator[_Fault]:
+) -> Iterator[Fault]:
     cause = error.get("ctx", {}).get("error")
     if not isinstance(cause, Contradictions):
         return
@@ -322,7 +312,7 @@ def _contradiction_faults(
                 f"{key} from {origins[key].label(key) if key in origins else 'default'}"
                 for key in each.keys
             )
-            yield _Fault(f"{each.message} ({sources})", each.hint)
+            yield Fault(f"{each.message} ({sources})", each.hint)
 
 
 def _innermost(location: tuple[int | str, ...]) -> tuple[FieldInfo, Iterable[str]]:
@@ -357,15 +347,7 @@ def _remedy(field: FieldInfo) -> str:
     return f"{field.description} For example {examples}."
 
 
-def _show(value: object) -> str:
-    """Return a value for an error: scalars only, cut, and without secrets of an address."""
-    if value is None or isinstance(value, str | int | float | os.PathLike):
-        shown = redact(repr(value))
-        return shown if len(shown) <= _LONGEST_SHOWN_CHARACTERS else f"{shown[:200]}…"
-    return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-
-
-def _as_error(faults: list[_Fault]) -> ConfigError:
+def _as_error(faults: list[Fault]) -> ConfigError:
     if len(faults) == 1:
         return ConfigError(faults[0].message, hint=faults[0].remedy)
     lines = [f"{len(faults)} settings are wrong"]

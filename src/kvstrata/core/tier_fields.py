@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.write_rule import parse_write_rule
 
-__all__ = ["Count", "Evicting", "Eviction", "Writing", "absolute", "refuse_bool"]
+__all__ = ["Compressing", "Count", "Evicting", "Eviction", "Writing", "absolute", "refuse_bool"]
 
 
 def refuse_bool(value: object) -> object:
@@ -46,6 +46,18 @@ Evicting = Annotated[
 def _write_rule(text: str) -> str:
     parse_write_rule(text)
     return text
+
+
+Compressing = Annotated[
+    bool,
+    Field(
+        description=(
+            "Keep blocks compressed, without loss: about two thirds of the room for bf16, at 0.6 "
+            "GB/s a core. Needs `kvstrata[zstd]`. Nodes share blocks only if theirs is alike."
+        ),
+        examples=["true"],
+    ),
+]
 
 
 Writing = Annotated[

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.pipeline import order_fault, parse_pipeline, tier_kind
 from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, ValkeyTier
-from kvstrata.core.tier_fields import Count, Evicting, Writing, absolute, refuse_bool
+from kvstrata.core.tier_fields import Compressing, Count, Evicting, Writing, absolute, refuse_bool
 from kvstrata.core.units import parse_bytes
 
 __all__ = ["DiskTier", "HostTier", "LowestTier", "SharedTier", "Tier", "Tiers"]
@@ -130,14 +130,7 @@ class SharedTier(BaseModel):
         description="Bytes that all nodes together may keep there. Give all nodes the same.",
         examples=["2TiB"],
     )
-    compress: bool = Field(
-        default=False,
-        description=(
-            "Keep blocks compressed, without loss: about two thirds of the room for bf16, at 0.6 "
-            "GB/s a core. Needs `kvstrata[zstd]`. Give all nodes the same."
-        ),
-        examples=["true"],
-    )
+    compress: Compressing = False
     write: Writing = "saved"
 
 

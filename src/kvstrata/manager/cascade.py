@@ -195,6 +195,26 @@ class Cascade:
                     if self._owed_drops[namespace] == resets:
                         del self._owed_drops[namespace]
 
+    def remove_all(self, leave: Callable[[], list[StoreKey] | None]) -> None:
+        """Remove from the store what *leave* gives up, called with the lock until it says None.
+
+        On ``TierUnavailable`` it is removed before anything else is written; until then a restart
+        finds it again.
+        """
+        while True:
+            with self._taking:
+                with self._lock:
+                    keys = leave()
+                if keys is None:
+                    return
+                self._owed_removals += keys
+                self._pay_removals()
+
+    def is_done(self) -> bool:
+        """Whether nothing waits for the tier or is on its way there. Needs the lock."""
+        waiting = self._cache.writes.waiting(self._tier)
+        return not (waiting or self._under_way or self._owed_drops)
+
     def report(self) -> TierReport:
         size = self._inner.statistics()
         return TierReport(
@@ -203,6 +223,7 @@ class Cascade:
             self._cache.disk_used if self._tier == "disk" else size.blocks,
             self._block_bytes,
             waiting_blocks=self._cache.writes.waiting(self._tier),
+            reading_blocks=self.meter.queued_blocks,
             switched_off=self._store.is_open,
         )
 
@@ -211,8 +232,7 @@ class Cascade:
         deadline = time.monotonic() + timeout_seconds
         while True:
             with self._lock:
-                waiting = self._cache.writes.waiting(self._tier)
-                if not (waiting or self._under_way or self._owed_drops):
+                if self.is_done():
                     return True
             if time.monotonic() > deadline:
                 return False
@@ -289,16 +309,18 @@ class Cascade:
 
     def _remove_owed(self, batch: _Batch) -> None:
         """Remove what has left the index; where that fails *batch* waits."""
-        if not self._owed_removals:
-            return
         removed = False
         try:
-            self._store.remove(self._owed_removals)
+            self._pay_removals()
             removed = True
         finally:
             if not removed:
                 self._write_later(batch)
-        self._owed_removals.clear()
+
+    def _pay_removals(self) -> None:
+        if self._owed_removals:
+            self._store.remove(self._owed_removals)
+            self._owed_removals.clear()
 
     def _write(self, batch: _Batch) -> None:
         writes: list[Write] = []

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections import deque
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
@@ -55,6 +56,10 @@ class Decisions:
             if named:
                 return named
         return []
+
+    def all(self) -> Iterable[Decision]:
+        """All of them, oldest first."""
+        return self._kept
 
     def latest(self, count: int) -> list[Decision]:
         start = max(0, len(self._kept) - count)

@@ -188,9 +188,13 @@ class Follower:
 
     def ring(self, namespaces: AbstractSet[NamespaceId | None]) -> None:
         """There is news of *namespaces*. Needs the lock."""
-        if self._is_waiting and (self.namespace is None or self.namespace in namespaces):
+        if not self._is_waiting:
+            return
+        if self.namespace is None or self.namespace in namespaces:
             self._is_waiting = False
             self._wake()
+        else:  # who has found nothing and misses nothing does not fall behind
+            self._next = self._feed.end
 
     def close(self) -> None:
         """Hear no more; idempotent."""

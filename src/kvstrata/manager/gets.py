@@ -74,6 +74,7 @@ class _Arrival:
     keys: list[StoreKey]
     slots: list[int]
     tasks: set[GetTask] = field(default_factory=set)
+    began_at: float = field(default_factory=time.monotonic)
 
 
 class Settling(NamedTuple):
@@ -112,8 +113,14 @@ class Gets:
     ) -> tuple[TaskStatus, Callable[[], None]]:
         """``KVManager.get_match``, and what is to be called next, without the lock. Needs it."""
         known = self._known_prefix(lookup)
-        deadline = time.monotonic() + self._lease_seconds
-        task = GetTask(self._desk.new_id(), owner, lookup.namespace, deadline)
+        began_at = time.monotonic()
+        task = GetTask(
+            self._desk.new_id(),
+            owner,
+            lookup.namespace,
+            began_at + self._lease_seconds,
+            began_at=began_at,
+        )
         arrivals = self._extend(task, lookup, known)
         unknown = lookup.keys[len(known) :] if len(task.ids) == len(known) else lookup.keys[:0]
         searched = self._searched_tier(lookup.namespace) if len(unknown) else None
@@ -123,12 +130,15 @@ class Gets:
             searched = searched if len(unknown) else None
         self._count_lookup(task, len(lookup.keys) - (len(unknown) if searched else 0))
         if not len(task.ids) and searched is None:
+            self._time_lookup(task)
             nothing = TaskStatus(0, TaskState.DONE, declined_blocks=task.declined_blocks)
             return nothing, lambda: None
         if searched is not None:
             task.state = TaskState.SEARCHING
         elif self._is_waiting(task):
             task.state = TaskState.PROMOTING
+        else:
+            self._time_lookup(task)
         self.tasks[task.task_id] = task
         if settled is not None and task.state in UNSETTLED:
             self._settled[task.task_id] = settled
@@ -143,7 +153,8 @@ class Gets:
 
     def launch(self, task: GetTask) -> None:
         """The copies of *task* begin, and have as long as the lease is. Needs the lock."""
-        task.deadline = time.monotonic() + self._lease_seconds
+        task.began_at = time.monotonic()
+        task.deadline = task.began_at + self._lease_seconds
 
     def forget(self, namespace: NamespaceId) -> list[GetTask]:
         """What running searches find of *namespace* does not count; their tasks. Needs the lock."""
@@ -176,6 +187,11 @@ class Gets:
         del self.tasks[task.task_id]
         self._settled.pop(task.task_id, None)
         self._desk.remember(task.task_id, state)
+
+    @property
+    def leased_blocks(self) -> int:
+        """Leases of all tasks together. Needs the lock."""
+        return sum(len(task.ids) for task in self.tasks.values())
 
     def ready(self, task: GetTask) -> BlockIds:
         """The leading blocks of *task* that are in host memory. Needs the lock."""
@@ -210,6 +226,7 @@ class Gets:
                 task.state = step(task.state, TaskEvent.PROMOTE)
                 self._cache.unlease(task.ids[len(ready) :])
                 task.ids = ready
+                self._time_lookup(task)
                 settled = self._settled.pop(task.task_id, None)
                 if settled is not None:
                     settling.told.append((settled, self.status(task)))
@@ -362,6 +379,9 @@ class Gets:
             settling.tasks.update(arrival.tasks)
             for block in ids.tolist():
                 del self._arrivals[block]
+            if hit.any():
+                seconds = time.monotonic() - arrival.began_at
+                self._counters.durations.observe(metrics.PROMOTION_SECONDS, seconds, arrival.source)
             self._counters.add(metrics.PROMOTED_BLOCKS, int(hit.sum()), arrival.source)
             self._counters.add(metrics.CORRUPT_BLOCKS, sum(r is Read.CORRUPT for r in reads))
             self._cache.fill(ids[hit], ARRIVING)
@@ -390,6 +410,11 @@ class Gets:
         self._counters.add(metrics.LOOKUP_BLOCKS, disk, "disk")
         self._counters.add(metrics.LOOKUP_BLOCKS, remote, "remote")
         self._counters.add(metrics.LOOKUP_BLOCKS, blocks - found, "none")
+
+    def _time_lookup(self, task: GetTask) -> None:
+        """*task* waits for nothing any more."""
+        seconds = time.monotonic() - task.began_at
+        self._counters.durations.observe(metrics.LOOKUP_SECONDS, seconds, task.lowest_tier)
 
     def _explain(self, task: GetTask, lookup: Lookup, found: int, plan: Plan) -> None:
         self._counters.add(metrics.DECLINED_BLOCKS, found - plan.blocks, plan.reason.value)

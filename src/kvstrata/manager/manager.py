@@ -28,13 +28,15 @@ from kvstrata.manager.choices import (
 from kvstrata.manager.decisions import Decision
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.feed import Feed
+from kvstrata.manager.gains import Gains
 from kvstrata.manager.gets import Gets, Settled
 from kvstrata.manager.moves import Moves
+from kvstrata.manager.operator import Operator
 from kvstrata.manager.pins import Pins
 from kvstrata.manager.planner import Planner
 from kvstrata.manager.puts import Puts, distinct
 from kvstrata.manager.recorder import Recorder
-from kvstrata.manager.report import CacheReport, OperationReport, TierReport
+from kvstrata.manager.report import CacheReport, DurationReport, OperationReport, TierReport
 from kvstrata.manager.residency import Residency
 from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 from kvstrata.manager.tasks import UNSETTLED, Lookup, Offer, TaskState, TaskStatus
@@ -120,7 +122,9 @@ class KVManager:
             ),
             lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
         )
-        self._moves = Moves(self._cache, self._gets, self._puts, self._sessions, self._pins)
+        gains = Gains(self.counters, self._namespaces, block_bytes=block_bytes)
+        self._moves = Moves(self._cache, self._gets, self._puts, self._sessions, self._pins, gains)
+        self.operator = Operator(self._cache, self._lower, self._desk, self._puts, self._forget_all)
         if config.prefault:
             threading.Thread(
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
@@ -177,9 +181,7 @@ class KVManager:
             self._namespaces.pop(namespace, None)
             self._namespaces[namespace] = dict(parts)
             self.feed.named(namespace, parts.get("model", ""))
-            share = self._quotas.get(parts.get("model", ""))
-            if share is not None:
-                self._cache.limit(namespace, share)
+            self._limit(namespace)
             if len(self._namespaces) > _KEPT_NAMESPACES:
                 oldest = next(iter(self._namespaces))
                 del self._namespaces[oldest]
@@ -202,6 +204,11 @@ class KVManager:
     def connect_worker(self, session: str, rank: int) -> int:
         with self._lock:
             return self._sessions.add_worker(session, rank)
+
+    def connect_operator(self) -> int:
+        """Somebody who may ``prefetch``; his owner number."""
+        with self._lock:
+            return self._sessions.add_operator()
 
     def measured(self, owner: int, blocks_per_second: float) -> None:
         """The engine *owner* computes so many blocks a second, by its own measurement."""
@@ -257,14 +264,14 @@ class KVManager:
         *keys* follow each other in a prompt, *parent* is the block before them. When host memory
         has no room for all, the leading ones get it. Who offers a prompt in parts says how many
         *prompt_blocks* it has: one that can never fit must not drive out all others. Without a task ``task_id`` is 0: ``DONE`` if
-        all is there, ``FAILED`` if others are still saving it, if there is no room, or if not all
-        workers are attached.
+        all is there, ``FAILED`` if others are still saving it, if there is no room, during a
+        ``drain``, or if not all workers are attached.
         """
         asked = distinct(as_key_array(keys))
         self._gets.expire()
         with self._lock:
             self._pins.expire()
-            if not self._sessions.can_transfer(owner):
+            if self.operator.is_draining or not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             self._moves.expire()
             offer = Offer(namespace, asked, parent, request, prompt_blocks)
@@ -446,6 +453,10 @@ class KVManager:
                 namespaces=self._cache.describe(self._namespaces),
                 engines=self._sessions.describe(),
                 operations=[OperationReport(*c) for c in self.counters.operations.snapshot()],
+                durations=[DurationReport(*c) for c in self.counters.durations.snapshot()],
+                leased_blocks=self._gets.leased_blocks,
+                spared_prefill_seconds=self.counters.spared_seconds,
+                drain=self.operator.drain_state(),
             )
 
     def explain(self, request: str) -> list[Decision]:
@@ -464,6 +475,18 @@ class KVManager:
             lower.close(self._drain_timeout_seconds)
         self._recorder.close(self._drain_timeout_seconds)
         self._storage.close()
+
+    def _forget_all(self, namespace: NamespaceId) -> int:
+        """``reset`` of a namespace that goes on being used: it keeps its quota."""
+        dropped = self.reset(namespace)
+        with self._lock:
+            self._limit(namespace)
+        return dropped
+
+    def _limit(self, namespace: NamespaceId) -> None:
+        share = self._quotas.get(self._namespaces.get(namespace, {}).get("model", ""))
+        if share is not None:
+            self._cache.limit(namespace, share)
 
     # -- inside, without the lock ------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from kvstrata.core.errors import InvariantViolated
+from kvstrata.manager.gains import Gains
 from kvstrata.manager.gets import Gets
 from kvstrata.manager.pins import Pins
 from kvstrata.manager.puts import Puts
@@ -22,9 +23,16 @@ class Moves:
     """
 
     def __init__(
-        self, cache: Residency, gets: Gets, puts: Puts, sessions: Sessions, pins: Pins
+        self,
+        cache: Residency,
+        gets: Gets,
+        puts: Puts,
+        sessions: Sessions,
+        pins: Pins,
+        gains: Gains,
     ) -> None:
         self._cache = cache
+        self._gains = gains
         self._gets = gets
         self._puts = puts
         self._sessions = sessions
@@ -106,7 +114,7 @@ class Moves:
             return
         if counts:
             loaded = min(blocks, len(self._gets.ready(task)))
-            self._cache.counters.add(metrics.LOADED_BLOCKS, loaded)
+            self._gains.loaded(task, loaded, self._sessions.blocks_per_second(task.owner))
         if blocks < len(task.ids):
             self._cache.counters.add(metrics.FAILED_LOADS, 1)
         self._gets.end(task, state)

@@ -9,10 +9,11 @@ from typing import Final
 import numpy as np
 
 from kvstrata.core.errors import LimitExceeded
-from kvstrata.core.keys import ABSENT, BlockIds, KeyArray, as_key_array
-from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.core.keys import BlockIds, KeyArray
+from kvstrata.core.types import NamespaceId
 from kvstrata.index.places import DISK, HOST
 from kvstrata.manager.decisions import Decision
+from kvstrata.manager.prompts import path_to
 from kvstrata.manager.report import PinReport
 from kvstrata.manager.residency import Residency, leading
 
@@ -59,7 +60,8 @@ class Pins:
         """
         for decision in reversed(decisions):
             namespace = bytes.fromhex(decision.namespace)
-            ids = self._prompt(namespace, bytes.fromhex(decision.last_block))
+            index = self._cache.index
+            ids = path_to(index, namespace, bytes.fromhex(decision.last_block), index.capacity)
             if len(ids):
                 return self._add(namespace, ids[self._cache.has(ids, HOST | DISK)], seconds)
         return 0, 0
@@ -100,16 +102,6 @@ class Pins:
             PinReport(number, pin.namespace.hex(), len(pin.ids), max(0.0, pin.deadline - now))
             for number, pin in self._pins.items()
         ]
-
-    def _prompt(self, namespace: NamespaceId, last: BlockKey) -> BlockIds:
-        """The blocks of a prompt up to *last*, the first one first; none if it is unknown."""
-        index = self._cache.index
-        block = int(index.find(namespace, as_key_array([last]))[0]) if last else ABSENT
-        ids = []
-        while block != ABSENT:
-            ids.append(block)
-            block = int(index.parent[block])
-        return np.array(ids[::-1], np.int32)
 
     def _add(self, namespace: NamespaceId, ids: BlockIds, seconds: float) -> tuple[int, int]:
         """Pin as many of *ids* as may be, the leading ones."""

@@ -84,6 +84,8 @@ class Puts:
         kept = written[~self._cache.index.is_retired(written)]
         self._cache.fill(written, WRITING)
         self._cache.counters.add(metrics.SAVED_BLOCKS, len(kept))
+        seconds = time.monotonic() - task.began_at
+        self._cache.counters.durations.observe(metrics.SAVE_SECONDS, seconds)
         self._cache.abandon(lacking)
         self._end(task, state)
         slots: list[int] = task.slots[blocks:].tolist()

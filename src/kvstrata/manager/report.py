@@ -1,5 +1,7 @@
 """What ``stats`` and ``inspect`` show."""
 
+from typing import Literal
+
 import msgspec
 
 
@@ -13,6 +15,7 @@ class TierReport(msgspec.Struct):
     backed_bytes: int = 0  # host: of the tier that have memory behind them
     padding_bytes: int = 0  # host: what blocks leave of their slots, in all slots
     longest_free_run: int = 0  # host: free slots that lie side by side
+    reading_blocks: int = 0  # below host memory: blocks asked of it that have not come yet
 
 
 class NamespaceReport(msgspec.Struct):
@@ -34,6 +37,16 @@ class OperationReport(msgspec.Struct):
     within: list[int]
 
 
+class DurationReport(msgspec.Struct):
+    """One histogram; see ``observe.durations.DurationCounts``."""
+
+    metric: str
+    value: str
+    calls: int
+    seconds: float
+    within: list[int]
+
+
 class PinReport(msgspec.Struct):
     """Blocks that an operator keeps from leaving."""
 
@@ -41,6 +54,31 @@ class PinReport(msgspec.Struct):
     namespace: str  # hex
     blocks: int
     seconds_left: float
+
+
+class RunReport(msgspec.Struct):
+    """Blocks that follow each other in prompts, up to where prompts part or one of them ends."""
+
+    above: int  # place in the list of the run before it; -1: none
+    namespace: str  # hex
+    first_block: int  # how many come before it in the prompt
+    blocks: int
+    host_blocks: int
+    disk_blocks: int
+    remote_blocks: int  # as far as this node knows
+    leased_blocks: int
+    children: int  # blocks that go on from the last one, listed or not
+    hits: int  # recent lookups that found all of it
+    last_block: str  # hex key
+    is_cut: bool = False  # what comes before it is not listed
+
+
+class ClearReport(msgspec.Struct):
+    """What a clear takes away, or would."""
+
+    blocks: dict[str, int]  # by tier
+    in_use_blocks: int = 0  # that stay where they are: somebody reads or writes them
+    lost_blocks: int = 0  # that are in no other tier
 
 
 class CacheReport(msgspec.Struct):
@@ -54,3 +92,7 @@ class CacheReport(msgspec.Struct):
     operations: list[OperationReport] = []
     pinned_blocks: int = 0  # the sum over *pins*: a block that is pinned twice counts twice
     pins: list[PinReport] = []
+    durations: list[DurationReport] = []
+    leased_blocks: int = 0  # that lookups and loads keep; one that several keep counts as often
+    spared_prefill_seconds: float = 0.0  # of computing what was loaded
+    drain: Literal["off", "draining", "drained"] = "off"  # see ``Operator.drain_state``

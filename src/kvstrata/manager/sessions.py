@@ -53,6 +53,7 @@ class Sessions:
     _next_owner: int = LOCAL_OWNER + 1
     _engines: dict[int, _Engine] = field(default_factory=dict)
     _workers: dict[int, WorkerOf] = field(default_factory=dict)
+    _operators: set[int] = field(default_factory=set)
     _orphans: list[_Orphan] = field(default_factory=list)
     _attached: set[int] = field(default_factory=set)  # engines all of whose workers are connected
 
@@ -91,9 +92,15 @@ class Sessions:
         self._count_workers()
         return owner
 
+    def add_operator(self) -> int:
+        """Somebody who moves blocks between tiers and copies none himself."""
+        owner = self._new_owner()
+        self._operators.add(owner)
+        return owner
+
     def can_transfer(self, owner: int) -> bool:
         """Whether all workers that would copy for *owner* have mapped the host tier."""
-        return owner == LOCAL_OWNER or owner in self._attached
+        return owner == LOCAL_OWNER or owner in self._attached or owner in self._operators
 
     def workers(self, owner: int) -> int:
         """Workers of the engine *owner*, each rank once."""
@@ -132,6 +139,7 @@ class Sessions:
         """Forget a closed connection; the orphaned slots that are safe to use again."""
         self._engines.pop(owner, None)
         self._workers.pop(owner, None)
+        self._operators.discard(owner)
         self._count_workers()
         for orphan in self._orphans:
             orphan.writers.discard(owner)

@@ -1,6 +1,7 @@
 """One request's load (get) or save (put): its states and what moves it between them."""
 
 import enum
+import time
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -144,6 +145,16 @@ class GetTask:
     disk_blocks: int = 0
     remote_blocks: int = 0
     declined_blocks: int = 0
+    began_at: float = field(default_factory=time.monotonic)  # then: when the copies began
+
+    @property
+    def lowest_tier(self) -> str:
+        """Of those that had some of its blocks; ``none`` without any."""
+        if self.remote_blocks:
+            return "remote"
+        if self.disk_blocks:
+            return "disk"
+        return "host" if len(self.ids) else "none"
 
 
 @dataclass(slots=True, eq=False)
@@ -156,3 +167,4 @@ class PutTask:
     slots: Slots
     missing: list[int]
     state: TaskState = TaskState.READY
+    began_at: float = field(default_factory=time.monotonic)

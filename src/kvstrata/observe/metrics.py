@@ -1,21 +1,26 @@
-"""The metric catalogue, and the counters of one server."""
+"""The metric catalogue: every name that is exported, wherever it is, and the counters of one server."""
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
-from kvstrata.observe.operations import OperationMetrics
+from kvstrata.observe.durations import Durations
+from kvstrata.observe.operations import OPERATION_BYTES, OPERATION_SECONDS, OperationMetrics
+
+Kind = Literal["counter", "gauge", "histogram"]
 
 
 class Metric(NamedTuple):
     name: str
     help: str
-    values: tuple[str, ...] = ()  # of its label, if it has one
+    values: tuple[str, ...] = ()  # of its first label, if it has labels and they are known
     label: str = "tier"
+    kind: Kind = "counter"
+    labels: tuple[str, ...] = ()  # all of them, where it is not *label* alone
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        return (self.label,) if self.values else ()
+    def label_names(self) -> tuple[str, ...]:
+        return self.labels or ((self.label,) if self.values else ())
 
 
 LOOKUPS: Final = Metric("kvstrata_lookups_total", "Lookups answered.")
@@ -89,6 +94,124 @@ UNLOGGED_EVENTS: Final = Metric(
     "enough, or blocks of their namespace have another number of tokens.",
 )
 
+LOADED_BYTES: Final = Metric(
+    "kvstrata_loaded_bytes_total",
+    "Bytes that engines have loaded, by the tier that they were found in.",
+    ("host", "disk", "remote"),
+)
+SAVED_BYTES: Final = Metric(
+    "kvstrata_saved_bytes_total", "Bytes of the blocks that engines have saved."
+)
+SPARED_TOKENS: Final = Metric(
+    "kvstrata_spared_prefill_tokens_total",
+    "Tokens of prompts that engines have loaded and not computed.",
+)
+SPARED_SECONDS: Final = Metric(
+    "kvstrata_spared_prefill_seconds_total",
+    "Seconds that engines would have computed these tokens for, at the rate that each has measured.",
+)
+LOOKUP_SECONDS: Final = Metric(
+    "kvstrata_lookup_seconds",
+    "Time from a lookup until all that it found is in host memory, by the lowest tier that had some "
+    "of it (tier='none' is a miss). Lookups that were given up are not in it.",
+    ("host", "disk", "remote", "none"),
+    kind="histogram",
+)
+PROMOTION_SECONDS: Final = Metric(
+    "kvstrata_promotion_seconds",
+    "Time from asking a tier for blocks until some of them are in host memory.",
+    ("disk", "remote"),
+    kind="histogram",
+)
+LOAD_SECONDS: Final = Metric(
+    "kvstrata_load_seconds",
+    "Time that the workers of an engine have taken to copy a load to the device.",
+    kind="histogram",
+)
+SAVE_SECONDS: Final = Metric(
+    "kvstrata_save_seconds",
+    "Time from the reservation of host memory for blocks until all workers have copied them there.",
+    kind="histogram",
+)
+STORE_SECONDS: Final = Metric(
+    OPERATION_SECONDS,
+    "Duration of calls to a store, each for a batch of blocks, failed ones included.",
+    ("disk", "remote"),
+    kind="histogram",
+    labels=("tier", "operation"),
+)
+STORE_BYTES: Final = Metric(
+    OPERATION_BYTES,
+    "Bytes of the blocks that a store has read or newly stored.",
+    ("disk", "remote"),
+    labels=("tier", "operation"),
+)
+CAPACITY_BYTES: Final = Metric(
+    "kvstrata_tier_capacity_bytes",
+    "Bytes that a tier can hold; 0 where nobody knows.",
+    ("host", "disk", "remote"),
+    kind="gauge",
+)
+USED_BYTES: Final = Metric(
+    "kvstrata_tier_used_bytes",
+    "Bytes of blocks in a tier.",
+    ("host", "disk", "remote"),
+    kind="gauge",
+)
+WAITING_BLOCKS: Final = Metric(
+    "kvstrata_tier_waiting_blocks",
+    "Blocks still to be written there.",
+    ("host", "disk", "remote"),
+    kind="gauge",
+)
+READING_BLOCKS: Final = Metric(
+    "kvstrata_tier_reading_blocks",
+    "Blocks that a tier was asked for and that have not come yet.",
+    ("host", "disk", "remote"),
+    kind="gauge",
+)
+SWITCHED_OFF: Final = Metric(
+    "kvstrata_tier_switched_off",
+    "1 while its circuit breaker is open.",
+    ("host", "disk", "remote"),
+    kind="gauge",
+)
+BACKED_BYTES: Final = Metric(
+    "kvstrata_tier_backed_bytes",
+    "Bytes of host memory that are there.",
+    ("host",),
+    kind="gauge",
+)
+PADDING_BYTES: Final = Metric(
+    "kvstrata_tier_padding_bytes",
+    "Bytes that blocks leave of their slots.",
+    ("host",),
+    kind="gauge",
+)
+LONGEST_FREE_RUN: Final = Metric(
+    "kvstrata_tier_longest_free_run", "Free slots that lie side by side.", ("host",), kind="gauge"
+)
+RUNNING_TASKS: Final = Metric(
+    "kvstrata_running_tasks", "Loads and saves in flight.", ("load", "save"), "kind", kind="gauge"
+)
+PINNED_BLOCKS: Final = Metric(
+    "kvstrata_pinned_blocks", "Blocks that operators have pinned.", kind="gauge"
+)
+LEASED_BLOCKS: Final = Metric(
+    "kvstrata_leased_blocks",
+    "Blocks that lookups and loads in flight keep from leaving; one that several keep counts as often.",
+    kind="gauge",
+)
+ENGINES: Final = Metric("kvstrata_engines", "Engines that are connected.", kind="gauge")
+CONNECTED: Final = Metric(
+    "kvstrata_connected",
+    "1 while the engine has a cache server that answers; 0: it computes everything. Only in vLLM's "
+    "metrics; the server is its socket, or 'embedded'.",
+    label="server",
+    kind="gauge",
+    labels=("server",),
+)
+
 CATALOGUE: Final = (
     LOOKUPS,
     LOOKUP_BLOCKS,
@@ -104,23 +227,54 @@ CATALOGUE: Final = (
     DECLINED_BLOCKS,
     UNLOGGED_EVENTS,
     REMOTE_FAULTS,
+    LOADED_BYTES,
+    SAVED_BYTES,
+    SPARED_TOKENS,
+    SPARED_SECONDS,
+    LOOKUP_SECONDS,
+    PROMOTION_SECONDS,
+    LOAD_SECONDS,
+    SAVE_SECONDS,
+    STORE_SECONDS,
+    STORE_BYTES,
+    CAPACITY_BYTES,
+    USED_BYTES,
+    WAITING_BLOCKS,
+    READING_BLOCKS,
+    SWITCHED_OFF,
+    BACKED_BYTES,
+    PADDING_BYTES,
+    LONGEST_FREE_RUN,
+    RUNNING_TASKS,
+    PINNED_BLOCKS,
+    LEASED_BLOCKS,
+    ENGINES,
+    CONNECTED,
+)
+# What a server counts in blocks or tokens; the other metrics are made from its report.
+_COUNTED: Final = tuple(
+    metric
+    for metric in CATALOGUE
+    if metric.kind == "counter" and metric not in {SAVED_BYTES, SPARED_SECONDS, STORE_BYTES}
 )
 
 
 class Counters:
-    """The catalogue's counters in a registry of their own."""
+    """What one server counts, in registries of its own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.operations = OperationMetrics(CollectorRegistry())
+        self.durations = Durations()
+        self.spared_seconds = 0.0
         self._counters = {
-            metric: Counter(metric.name, metric.help, metric.labels, registry=self._registry)
-            for metric in CATALOGUE
+            metric: Counter(metric.name, metric.help, metric.label_names, registry=self._registry)
+            for metric in _COUNTED
         }
         # By metric and label; one that has not counted reads 0.
         self._labelled = {
             (metric, value): self._counters[metric].labels(value)
-            for metric in CATALOGUE
+            for metric in _COUNTED
             for value in metric.values
         }
 

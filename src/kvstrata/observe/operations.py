@@ -10,8 +10,8 @@ SECONDS_BUCKETS: Final = (
 )  # fmt: skip
 
 
-_SECONDS: Final = "kvstrata_store_operation_seconds"
-_BYTES: Final = "kvstrata_store_operation_bytes_total"
+OPERATION_SECONDS: Final = "kvstrata_store_operation_seconds"
+OPERATION_BYTES: Final = "kvstrata_store_operation_bytes_total"
 
 
 class OperationCounts(NamedTuple):
@@ -31,15 +31,15 @@ class OperationMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("tier", "operation")
         self._seconds = Histogram(
-            _SECONDS,
-            "Duration of calls to a store, each for a batch of blocks, failed ones included.",
+            OPERATION_SECONDS,
+            "Duration of calls.",
             labels,
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
         self._bytes = Counter(
-            _BYTES,
-            "Bytes of the blocks that a store has read or newly stored.",
+            OPERATION_BYTES,
+            "Bytes moved.",
             labels,
             registry=registry,
         )
@@ -64,11 +64,11 @@ class OperationMetrics:
             OperationCounts(
                 tier,
                 operation,
-                int(values[f"{_SECONDS}_count"]),
-                values[f"{_SECONDS}_sum"],
-                int(values[_BYTES]),
-                [int(values[f"{_SECONDS}_bucket{le}"]) for le in SECONDS_BUCKETS],
+                int(values[f"{OPERATION_SECONDS}_count"]),
+                values[f"{OPERATION_SECONDS}_sum"],
+                int(values[OPERATION_BYTES]),
+                [int(values[f"{OPERATION_SECONDS}_bucket{le}"]) for le in SECONDS_BUCKETS],
             )
             for (tier, operation), values in sorted(found.items())
-            if values.keys() >= {f"{_SECONDS}_count", _BYTES}
+            if values.keys() >= {f"{OPERATION_SECONDS}_count", OPERATION_BYTES}
         ]

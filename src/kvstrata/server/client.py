@@ -26,11 +26,10 @@ from kvstrata.core.errors import (
 )
 from kvstrata.core.keys import Keys
 from kvstrata.core.types import BlockKey, NamespaceId
-from kvstrata.manager.decisions import Decision
-from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import UNSETTLED, TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server import sockets
+from kvstrata.server.operator_client import OperatorRequests
 
 _OUTBOX_BYTES: Final = 8 << 20  # unsent requests to a server that does not read
 _RECEIVE_BYTES: Final = 256 << 10
@@ -52,15 +51,17 @@ _R = TypeVar("_R")
 class Pending:
     """A request on its way. ``reply`` is its answer, None until it is there."""
 
-    __slots__ = ("reply", "sent_at", "status")
+    __slots__ = ("answered_at", "reply", "sent_at", "settled_at", "status")
 
     def __init__(self, sent_at: float) -> None:
         self.sent_at = sent_at  # monotonic seconds
         self.reply: p.Reply | None = None
         self.status: TaskStatus | None = None  # the latest word of the task, if it makes one
+        self.answered_at = 0.0  # monotonic seconds; 0 before: when there was a first word of it
+        self.settled_at = 0.0  # and when there was the last
 
 
-class ManagerClient:
+class ManagerClient(OperatorRequests):
     """One connection. After any ``ServerUnavailable`` or ``ProtocolError`` it is of no more use."""
 
     def __init__(self, path: Path, hello: p.Hello, *, timeout_seconds: float = 5.0) -> None:
@@ -211,26 +212,8 @@ class ManagerClient:
     def prefetch(self, namespace: NamespaceId, keys: Keys) -> int:
         return self._ask(p.Prefetch(0, namespace, p.join_keys(keys)), p.Number).value
 
-    def pin(self, namespace: NamespaceId, keys: Keys, ttl_seconds: float) -> tuple[int, int]:
-        reply = self._ask(p.Pin(0, namespace, p.join_keys(keys), ttl_seconds), p.Pinned)
-        return reply.number, reply.blocks
-
-    def pin_request(self, request: str, ttl_seconds: float) -> tuple[int, int]:
-        reply = self._ask(p.PinRequest(0, request, ttl_seconds), p.Pinned)
-        return reply.number, reply.blocks
-
-    def unpin(self, number: int) -> bool:
-        return bool(self._ask(p.Unpin(0, number), p.Number).value)
-
-    def explain(self, request: str) -> list[Decision]:
-        return self._ask(p.Explain(0, request), p.Explained).decisions
-
     def reset(self, namespace: NamespaceId) -> int:
         return self._ask(p.Reset(0, namespace), p.Number).value
-
-    def stats(self) -> CacheReport | None:
-        """None while no engine has told the server its block size."""
-        return self._ask(p.Stats(0), p.Report).report
 
     def workers(self) -> int:
         """How many workers of this engine have mapped the host tier."""
@@ -284,9 +267,8 @@ class ManagerClient:
         if events != self._polled:
             self._poller.modify(self._sock, events)
             self._polled = events
-        return any(
-            event != select.POLLOUT for _, event in self._poller.poll(timeout_seconds * 1000)
-        )
+        ready = self._poller.poll(timeout_seconds * 1000)
+        return bool(ready) and ready[0][1] != select.POLLOUT
 
     def _receive(self) -> bytes:
         if not self._takes_descriptors:
@@ -334,6 +316,7 @@ class ManagerClient:
         if not isinstance(reply, p.Task):
             return
         status = pending.status = p.unpack(reply.status)
+        pending.answered_at = time.monotonic()
         if isinstance(pending, _Abandoned):
             if status.task_id:
                 self.submit(p.Cancel([status.task_id]))
@@ -345,6 +328,7 @@ class ManagerClient:
         if pending is None:
             return  # launched, given up: nobody waits for it any more
         pending.status = status
+        pending.settled_at = time.monotonic()
         if status.state not in UNSETTLED:
             del self._promoting[status.task_id]
 

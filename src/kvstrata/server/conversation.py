@@ -14,11 +14,13 @@ from kvstrata.server.client_log import ClientLog
 from kvstrata.server.following import Following
 from kvstrata.server.held_tasks import HeldTasks, blocks_of
 from kvstrata.server.limits import Limits
-from kvstrata.server.report_size import shortened
+from kvstrata.server.operating import OPERATOR_QUESTIONS, OPERATORS
 
 T = TypeVar("T")
-_QUESTIONS: Final = (p.GetMatch, p.PutMatch, p.TryWait, p.Stats, p.Workers, p.Ping)
-_MOST_DECISIONS: Final = 256  # of one request that are shown
+_QUESTIONS: Final = (
+    *(p.GetMatch, p.PutMatch, p.TryWait, p.Workers, p.Ping),
+    *OPERATOR_QUESTIONS,
+)
 _SHOWN_CHARACTERS: Final = 80  # of a session's name in the log
 _ROLES: Final = frozenset({"engine", "worker", "observer"})
 
@@ -59,18 +61,19 @@ class Conversation:
 
         *resumed* is called when ``is_waiting`` has become false.
         """
-        self._host = host
+        self.host = host
         self._send_frame = send
         self._resumed = resumed
         self._hello: p.Hello | None = None
         self._name = ""  # for the log, from the hello on
         self._manager: KVManager | None = None
         self._owner: int | None = None
+        self._operator: int | None = None  # the owner of what an observer has brought up
         self._following: Following | None = None
         self._is_over = False
         self.is_broken = False  # by a bug: nobody can say what the client would make of an answer
         self.is_waiting = False  # for disks: the client's next request has to wait too
-        self._held = HeldTasks(host.limits, lambda ids: self._cache().try_wait(ids))
+        self._held = HeldTasks(host.limits, lambda ids: self.tiers().try_wait(ids))
 
     @property
     def has_begun(self) -> bool:
@@ -95,8 +98,10 @@ class Conversation:
         if self._following is not None:
             self._following.end()
         if self._manager and self._owner is not None:
-            self._host.client_log.tell("%s has left", self._name)
+            self.host.client_log.tell("%s has left", self._name)
             self._manager.disconnect(self._owner)
+        if self._operator is not None:
+            self.tiers().disconnect(self._operator)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -112,20 +117,20 @@ class Conversation:
             raise ProtocolError(f"unknown role {hello.role!r}")
         self._hello, self._name = hello, _name_of(hello)
         if hello.role == "observer":
-            self._manager = self._host.manager
-            self._send(p.Welcome(hello.seq, b"", 0, 0))
+            self._manager = self.host.manager
+            self.send(p.Welcome(hello.seq, b"", 0, 0))
             return
         if hello.block_bytes < 1 or hello.world_size < 1:
             raise ProtocolError("blocks without bytes, or an engine without workers")
-        open_tiers = partial(self._host.open, hello.block_bytes, hello.block_format)
-        if self._host.manager is None:
-            self._later(hello, open_tiers, partial(self._admit, hello))
+        open_tiers = partial(self.host.open, hello.block_bytes, hello.block_format)
+        if self.host.manager is None:
+            self.later(hello, open_tiers, partial(self._admit, hello))
         else:
             self._admit(hello, open_tiers())
 
     def _admit(self, hello: p.Hello, manager: KVManager) -> None:
         if hello.role == "engine":
-            lasting = self._host.config.lasting_tiers
+            lasting = self.host.config.lasting_tiers
             if not hello.persistent and lasting:
                 raise ConfigError(
                     "the engine's block hashes or weights cannot be told apart in its next life, "
@@ -136,7 +141,7 @@ class Conversation:
             self._owner = manager.connect_engine(
                 hello.session, hello.world_size, life=hello.life, running=hello.running
             )
-            self._host.client_log.tell(
+            self.host.client_log.tell(
                 "%s has joined; ranks: %d, attached: %d",
                 self._name,
                 hello.world_size,
@@ -145,15 +150,15 @@ class Conversation:
         self._manager = manager
         mapping = manager.memory.mapping
         welcome = p.Welcome(hello.seq, manager.server_id, mapping.slots, mapping.slot_bytes)
-        self._send(welcome, (mapping.fd,) if hello.role == "worker" else ())
+        self.send(welcome, (mapping.fd,) if hello.role == "worker" else ())
 
     def _on_mapped(self, request: p.Mapped) -> None:
         hello = self._hello
         if hello is None or hello.role != "worker" or self._owner is not None:
             raise ProtocolError("mapped is for workers, once, after hello")
         self._owner = self._cache().connect_worker(hello.session, hello.rank)
-        self._host.client_log.tell("%s has joined", self._name)
-        self._send(p.Number(request.seq, 0))
+        self.host.client_log.tell("%s has joined", self._name)
+        self.send(p.Number(request.seq, 0))
 
     def _on_register(self, request: p.Register) -> None:
         namespace = p.checked_namespace(request.namespace)
@@ -172,15 +177,15 @@ class Conversation:
             namespace, keys, owner=me, request=request.request, settled=self._on_settled
         )
         self._held.add(status.task_id, blocks_of(status, len(keys)))
-        self._send(p.Task(request.seq, p.pack(status)))
+        self.send(p.Task(request.seq, p.pack(status)))
 
     def _on_settled(self, status: TaskStatus) -> None:
         """On an I/O thread, or within ``get_match``: the news are sent after the answer to that."""
-        self._host.post(lambda: self._tell(status))
+        self.host.post(lambda: self._tell(status))
 
     def _tell(self, status: TaskStatus) -> None:
         if not self._is_over:
-            self._send(p.Settled(p.pack(status)))
+            self.send(p.Settled(p.pack(status)))
 
     def _on_put_match(self, request: p.PutMatch) -> None:
         namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
@@ -196,7 +201,7 @@ class Conversation:
             prompt_blocks=request.prompt_blocks,
         )
         self._held.add(status.task_id, len(status.slots))
-        self._send(p.Task(request.seq, p.pack(status)))
+        self.send(p.Task(request.seq, p.pack(status)))
 
     def _on_launch(self, request: p.Launch) -> None:
         me = self._me()
@@ -219,33 +224,33 @@ class Conversation:
         self._cache().fail(request.task_ids, owner=me)
 
     def _on_cancel(self, request: p.Cancel) -> None:
-        me = self._me()
+        me = self._asker()
         self._held.cancelled(request.task_ids)
-        self._cache().cancel(request.task_ids, owner=me)
+        self.tiers().cancel(request.task_ids, owner=me)
 
     def _on_try_wait(self, request: p.TryWait) -> None:
-        self._me()
+        self._asker()
         statuses: list[p.Status] = []
         answer_bytes = 0
         for task_id in dict.fromkeys(request.task_ids):
-            for status in self._cache().try_wait([task_id]).values():
+            for status in self.tiers().try_wait([task_id]).values():
                 statuses.append(p.pack(status))
                 answer_bytes += len(statuses[-1].slots) + len(statuses[-1].generations)
-            if answer_bytes > self._host.limits.tasks_answer_bytes:
+            if answer_bytes > self.host.limits.tasks_answer_bytes:
                 raise LimitExceeded("the answer would be too long", hint="ask for fewer tasks")
-        self._send(p.Tasks(request.seq, statuses))
+        self.send(p.Tasks(request.seq, statuses))
 
     def _on_prefetch(self, request: p.Prefetch) -> None:
         namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
-        me, cache = self._me(), self._cache()
+        me, cache = self._asker(), self.tiers()
         self._held.check()
         task_id = cache.prefetch(namespace, keys, owner=me)
         self._held.add(task_id, len(keys))
-        self._send(p.Number(request.seq, task_id))
+        self.send(p.Number(request.seq, task_id))
 
     def _on_reset(self, request: p.Reset) -> None:
         namespace = p.checked_namespace(request.namespace)
-        self._later(
+        self.later(
             request,
             partial(self._cache().reset, namespace),
             partial(self._answer_reset, request),
@@ -253,59 +258,32 @@ class Conversation:
 
     def _answer_reset(self, request: p.Reset, dropped: int) -> None:
         namespace = request.namespace.hex()
-        self._host.client_log.tell("namespace %s is reset; blocks dropped: %d", namespace, dropped)
-        self._send(p.Number(request.seq, dropped))
+        self.host.client_log.tell("namespace %s is reset; blocks dropped: %d", namespace, dropped)
+        self.send(p.Number(request.seq, dropped))
 
     def _on_follow(self, request: p.Follow) -> None:
         namespace = p.checked_namespace(request.namespace)
         self._me()
         if self._following is not None:
             self._following.end()
-        self._following = Following(self._cache().feed, namespace, self._host.post, self._send)
+        self._following = Following(self._cache().feed, namespace, self.host.post, self.send)
 
     def _on_heard(self, request: p.Heard) -> None:
         if self._following is not None:
             self._following.heard()
 
-    def _on_stats(self, request: p.Stats) -> None:
-        manager = self._host.manager
-        self._send(
-            p.Report(
-                request.seq, shortened(manager.stats(), self._host.limits) if manager else None
-            )
-        )
-
-    def _on_explain(self, request: p.Explain) -> None:
-        manager = self._host.manager
-        found = manager.explain(request.request) if manager else []
-        self._send(p.Explained(request.seq, found[-_MOST_DECISIONS:]))
-
-    def _on_pin(self, request: p.Pin) -> None:
-        namespace, keys = p.checked_namespace(request.namespace), p.split_keys(request.keys)
-        number, blocks = self._tiers().pin(namespace, keys, request.ttl_seconds)
-        self._send(p.Pinned(request.seq, number, blocks))
-
-    def _on_pin_request(self, request: p.PinRequest) -> None:
-        number, blocks = self._tiers().pin_request(request.request, request.ttl_seconds)
-        self._send(p.Pinned(request.seq, number, blocks))
-
-    def _on_unpin(self, request: p.Unpin) -> None:
-        self._send(p.Number(request.seq, int(self._tiers().unpin(request.number))))
-
     def _on_measured(self, request: p.Measured) -> None:
         self._cache().measured(self._me(), request.blocks_per_second)
 
     def _on_workers(self, request: p.Workers) -> None:
-        self._send(p.Number(request.seq, self._cache().workers(self._me())))
+        self.send(p.Number(request.seq, self._cache().workers(self._me())))
 
     def _on_ping(self, request: p.Ping) -> None:
-        self._send(p.Number(request.seq, 0))
+        self.send(p.Number(request.seq, 0))
 
     # -- plumbing ----------------------------------------------------------------------------
 
-    def _later(
-        self, request: p.Request, work: Callable[[], T], answer: Callable[[T], None]
-    ) -> None:
+    def later(self, request: p.Request, work: Callable[[], T], answer: Callable[[T], None]) -> None:
         """Have *work* done where it may wait; until *answer* this client's next request waits."""
 
         def done(outcome: T | Exception) -> None:
@@ -321,7 +299,7 @@ class Conversation:
             self._resumed()
 
         self.is_waiting = True
-        self._host.submit(work, done)
+        self.host.submit(work, done)
 
     def _answer(self, request: p.Request, answer: Callable[[], None]) -> None:
         """Call *answer*, and tell the client what it objects to."""
@@ -332,14 +310,14 @@ class Conversation:
         except KVStrataError as e:
             self._refuse(request, e)
 
-    def _tiers(self) -> KVManager:
+    def tiers(self) -> KVManager:
         """The manager, for those who are no engine."""
-        if self._host.manager is None:
+        if self.host.manager is None:
             raise ConfigError(
                 "this server has no tiers yet",
                 hint="start an engine with it, or give --block-bytes",
             )
-        return self._host.manager
+        return self.host.manager
 
     def _cache(self) -> KVManager:
         if self._manager is None:
@@ -351,21 +329,30 @@ class Conversation:
             raise ProtocolError("only an engine has tasks")
         return self._owner
 
+    def _asker(self) -> int:
+        """Who has blocks brought up: an engine, or an observer, who gets a number for it."""
+        if self._hello is None or self._hello.role != "observer":
+            return self._me()
+        if self._operator is None:
+            self._operator = self.tiers().connect_operator()
+        return self._operator
+
     def _refuse(self, request: p.Request, error: KVStrataError) -> None:
         seq = getattr(request, "seq", None)
         if seq is None:
-            self._host.client_log.warn("a request failed: %s", error)
+            self.host.client_log.warn("a request failed: %s", error)
             return
         message = str(error.args[0]) if error.args else str(error)
         if isinstance(request, p.Hello) and request.role != "observer":
-            self._host.client_log.warn_once(f"{_name_of(request)} is refused: {message}")
-        self._send(p.Refused(seq, error.code, message, error.hint))
+            self.host.client_log.warn_once(f"{_name_of(request)} is refused: {message}")
+        self.send(p.Refused(seq, error.code, message, error.hint))
 
-    def _send(self, reply: p.Reply, descriptors: tuple[int, ...] = ()) -> None:
+    def send(self, reply: p.Reply, descriptors: tuple[int, ...] = ()) -> None:
         self._send_frame(p.encode(reply), descriptors)
 
 
 _HANDLERS: Final[dict[type, Callable[[Conversation, Any], None]]] = {
+    **OPERATORS,
     p.Hello: Conversation._on_hello,
     p.Mapped: Conversation._on_mapped,
     p.Register: Conversation._on_register,
@@ -381,12 +368,7 @@ _HANDLERS: Final[dict[type, Callable[[Conversation, Any], None]]] = {
     p.Reset: Conversation._on_reset,
     p.Follow: Conversation._on_follow,
     p.Heard: Conversation._on_heard,
-    p.Stats: Conversation._on_stats,
     p.Measured: Conversation._on_measured,
-    p.Explain: Conversation._on_explain,
-    p.Pin: Conversation._on_pin,
-    p.PinRequest: Conversation._on_pin_request,
-    p.Unpin: Conversation._on_unpin,
     p.Workers: Conversation._on_workers,
     p.Ping: Conversation._on_ping,
 }

@@ -16,24 +16,39 @@ from numpy.typing import NDArray
 from kvstrata.core.errors import LimitExceeded, ProtocolError
 from kvstrata.core.keys import KeyArray
 from kvstrata.core.types import BLOCK_KEY_BYTES, EXACT, NAMESPACE_ID_BYTES, BlockKey, NamespaceId
-from kvstrata.manager.decisions import Decision
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.observe.block_changes import ChangedTier, ChangeKind
+from kvstrata.server import operator_messages as o
+from kvstrata.server.operator_messages import Count, Text
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_FRAME_BYTES: Final = 8 << 20
 MAX_KEYS: Final = 131_072  # in one request
 MAX_TASK_IDS: Final = 4096  # in one request
 MAX_PARTS_BYTES: Final = 64 << 10  # of a namespace, as text
 LENGTH: Final = struct.Struct("<I")
 
-_Text = Annotated[str, msgspec.Meta(max_length=256)]
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _TaskIds = Annotated[list[int], msgspec.Meta(max_length=MAX_TASK_IDS)]
 _Parts = Annotated[dict[str, str], msgspec.Meta(max_length=256)]
 _INDEX: Final = "<i"  # formats that struct and numpy read alike
 _GENERATION: Final = "<Q"
+
+Explain = o.Explain
+Hottest = o.Hottest
+Prompt = o.Prompt
+Locate = o.Locate
+Pin = o.Pin
+PinRequest = o.PinRequest
+Unpin = o.Unpin
+Clear = o.Clear
+Drain = o.Drain
+Explained = o.Explained
+Hot = o.Hot
+PromptKeys = o.PromptKeys
+Located = o.Located
+Pinned = o.Pinned
+Cleared = o.Cleared
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
@@ -44,14 +59,14 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
     seq: int
     version: int
-    role: _Text
-    session: _Text = ""
+    role: Text
+    session: Text = ""
     block_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
     persistent: bool = True  # whether keys mean the same in the next process
-    rank: _Count = 0
-    world_size: _Count = 1
-    block_format: _Text = EXACT
-    life: _Text = ""  # of a scheduler: the same each time that this process connects
+    rank: Count = 0
+    world_size: Count = 1
+    block_format: Text = EXACT
+    life: Text = ""  # of a scheduler: the same each time that this process connects
     running: _TaskIds = []  # of its earlier connections: what its workers may still write for
 
 
@@ -72,7 +87,7 @@ class GetMatch(msgspec.Struct, tag=True, array_like=True):
     seq: int
     namespace: bytes
     keys: bytes  # one after another
-    request: _Text = ""  # what ``Explain`` will know it by
+    request: Text = ""  # what ``Explain`` will know it by
 
 
 class PutMatch(msgspec.Struct, tag=True, array_like=True):
@@ -80,8 +95,8 @@ class PutMatch(msgspec.Struct, tag=True, array_like=True):
     namespace: bytes
     keys: bytes
     parent: bytes  # empty before the first block of a prompt
-    request: _Text = ""
-    prompt_blocks: _Count = 0  # of the whole prompt; 0: not known
+    request: Text = ""
+    prompt_blocks: Count = 0  # of the whole prompt; 0: not known
 
 
 class Launch(msgspec.Struct, tag=True, array_like=True):
@@ -96,7 +111,7 @@ class CompletePart(msgspec.Struct, tag=True, array_like=True):
     """The copies of the task have ended, and only its first *blocks* are whole."""
 
     task_id: int
-    blocks: _Count
+    blocks: Count
 
 
 class Fail(msgspec.Struct, tag=True, array_like=True):
@@ -143,35 +158,6 @@ class Measured(msgspec.Struct, tag=True, array_like=True):
     blocks_per_second: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class Explain(msgspec.Struct, tag=True, array_like=True):
-    """What was decided lately for *request*."""
-
-    seq: int
-    request: _Text
-
-
-class Pin(msgspec.Struct, tag=True, array_like=True):
-    """Keep the leading *keys* that are there from leaving."""
-
-    seq: int
-    namespace: bytes
-    keys: bytes
-    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-
-
-class PinRequest(msgspec.Struct, tag=True, array_like=True):
-    """Keep the blocks of the prompt of *request* from leaving."""
-
-    seq: int
-    request: _Text
-    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-
-
-class Unpin(msgspec.Struct, tag=True, array_like=True):
-    seq: int
-    number: _Count
-
-
 class Workers(msgspec.Struct, tag=True, array_like=True):
     """How many workers of this engine have mapped the host tier."""
 
@@ -201,9 +187,14 @@ Request = (
     | Stats
     | Measured
     | Explain
+    | Hottest
+    | Prompt
+    | Locate
     | Pin
     | PinRequest
     | Unpin
+    | Clear
+    | Drain
     | Workers
     | Ping
 )
@@ -266,7 +257,7 @@ class Changed(msgspec.Struct, tag=True, array_like=True):
 
 class Number(msgspec.Struct, tag=True, array_like=True):
     """Answers ``Prefetch`` (task id), ``Reset`` (blocks), ``Workers``, ``Unpin`` (1 if there was
-    one), ``Mapped`` and ``Ping`` (0).
+    one), ``Mapped``, ``Drain`` and ``Ping`` (0).
     """
 
     seq: int
@@ -276,19 +267,6 @@ class Number(msgspec.Struct, tag=True, array_like=True):
 class Report(msgspec.Struct, tag=True, array_like=True):
     seq: int
     report: CacheReport | None  # None while no engine has told the block size yet
-
-
-class Explained(msgspec.Struct, tag=True, array_like=True):
-    seq: int
-    decisions: list[Decision]
-
-
-class Pinned(msgspec.Struct, tag=True, array_like=True):
-    """Answers ``Pin`` and ``PinRequest``."""
-
-    seq: int
-    number: int  # for ``Unpin``; 0 if nothing was pinned
-    blocks: int
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
@@ -303,7 +281,22 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     hint: str | None
 
 
-Reply = Welcome | Task | Tasks | Settled | Changed | Number | Report | Explained | Pinned | Refused
+Reply = (
+    Welcome
+    | Task
+    | Tasks
+    | Settled
+    | Changed
+    | Number
+    | Report
+    | Explained
+    | Hot
+    | PromptKeys
+    | Located
+    | Pinned
+    | Cleared
+    | Refused
+)
 
 _UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()

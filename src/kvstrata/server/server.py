@@ -5,7 +5,6 @@ take is kept for it, up to a limit, and what waits for disks is done on a thread
 """
 
 import logging
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,9 @@ from kvstrata.observe.event_log import check_event_log
 from kvstrata.server import sockets
 from kvstrata.server.announcer import Announcer
 from kvstrata.server.client_log import ClientLog
+from kvstrata.server.exposition import exposition
 from kvstrata.server.limits import Limits
+from kvstrata.server.metrics_port import MetricsPort
 from kvstrata.server.slow_lane import SlowLane
 from kvstrata.server.switchboard import Switchboard
 from kvstrata.storage.engine import check_directories_of
@@ -62,7 +63,12 @@ class Server:
         if config.event_log is not None:
             check_event_log(config.event_log)
         self._announcer = Announcer(config.kv_events, config) if config.kv_events else None
-        self._listener = self._listen(path)
+        try:
+            self._listener = sockets.listen(path)
+            self._metrics_port = self._open_metrics_port()
+        except KVStrataError:
+            self._end_events()
+            raise
         self._listener.setblocking(False)
         self._switchboard = Switchboard(self, self._listener)
         self._slow_lane = SlowLane(self.post)
@@ -137,12 +143,19 @@ class Server:
         self._stopping.set()
         self.post(lambda: None)
 
-    def _listen(self, path: Path) -> socket.socket:
+    def _open_metrics_port(self) -> MetricsPort | None:
+        if self.config.metrics is None:
+            return None
         try:
-            return sockets.listen(path)
+            return MetricsPort(self.config.metrics, self._exposition)
         except KVStrataError:
-            self._end_events()
+            self.path.unlink(missing_ok=True)
+            self._listener.close()
             raise
+
+    def _exposition(self) -> bytes:
+        manager = self._manager
+        return exposition({str(self.path): manager.stats()} if manager is not None else {})
 
     def _end_events(self) -> None:
         if self._announcer is not None:
@@ -157,6 +170,8 @@ class Server:
         self.path.unlink(missing_ok=True)
         self._listener.close()
         self._switchboard.close()
+        if self._metrics_port is not None:
+            self._metrics_port.close()
         self._end_events()
         self._slow_lane.close(self.config.drain_timeout_seconds)
         if self._manager:

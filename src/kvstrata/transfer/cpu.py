@@ -58,20 +58,33 @@ class CpuPageCopier:
         offsets = accumulate(self.page_bytes[:-1], initial=0)
         placed = list(zip(pages, offsets, strict=True))
         self._runs = min((_runs(placed, step) for step in (1, 2)), key=len)
+        self._runs_of_layer = [[_run([page])] for page in placed]
 
-    def copy_to_host(self, device_blocks: Sequence[int], rows: Bytes) -> None:
-        self._check(device_blocks, rows)
-        ends = [(run.cache, run.beside(rows)) for run in self._runs]
+    def copy_to_host(
+        self, device_blocks: Sequence[int], rows: Bytes, layer: int | None = None
+    ) -> None:
+        ends = self._ends(device_blocks, rows, layer)
         for i, block in enumerate(device_blocks):
             for cache, row in ends:
                 row[i] = cache[block]
 
-    def copy_to_device(self, device_blocks: Sequence[int], rows: Bytes) -> None:
-        self._check(device_blocks, rows)
-        ends = [(run.cache, run.beside(rows)) for run in self._runs]
+    def copy_to_device(
+        self, device_blocks: Sequence[int], rows: Bytes, layer: int | None = None
+    ) -> None:
+        ends = self._ends(device_blocks, rows, layer)
         for i, block in enumerate(device_blocks):
             for cache, row in ends:
                 cache[block] = row[i]
+
+    def _ends(
+        self, device_blocks: Sequence[int], rows: Bytes, layer: int | None
+    ) -> list[tuple[Pages, Pages]]:
+        """What is copied for each device block and row: elements of the cache and of *rows*."""
+        self._check(device_blocks, rows)
+        if not device_blocks:  # and no bytes in which a layer could begin
+            return []
+        runs = self._runs if layer is None else self._runs_of_layer[layer]
+        return [(run.cache, run.beside(rows)) for run in runs]
 
     def _check(self, device_blocks: Sequence[int], rows: Bytes) -> None:
         if rows.shape != (expected := (len(device_blocks), self.device_block_bytes)):

@@ -8,6 +8,7 @@ nothing against copying: it is done around every slot.
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.storage.mapping import HostMapping
@@ -27,25 +28,27 @@ class Copied(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Device blocks that lie one after another in one slot."""
+    """Device blocks of one group that lie one after another in one slot."""
 
     slot: int
     generation: int  # the slot's, while it holds or awaits these bytes
-    offset: int  # of the first device block in the slot, in device blocks
+    offset: int  # of the first device block among the group's in the slot, in device blocks
     device_blocks: Sequence[int]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankSlots:
-    """One rank's region of every slot of one mapping."""
+    """One rank's region of every slot of one mapping: the device blocks of its groups in turn."""
 
     mapping: HostMapping
     start_bytes: int  # of the region, within a slot
-    rank_bytes: int
+    group_bytes: tuple[int, ...]  # of each group's part of the region
 
     def rows(self, run: Run, row_bytes: int) -> Bytes:
         """The host side of *run*, (device blocks, row_bytes)."""
-        region = self.mapping.data[run.slot, self.start_bytes : self.start_bytes + self.rank_bytes]
+        start = self.start_bytes + sum(self.group_bytes[: run.group])
+        region = self.mapping.data[run.slot, start : start + self.group_bytes[run.group]]
         return region.reshape(-1, row_bytes)[run.offset : run.offset + len(run.device_blocks)]
 
     def is_current(self, run: Run) -> bool:
@@ -56,60 +59,91 @@ def split_runs(
     device_blocks: Sequence[int],
     slots: Sequence[tuple[int, int]],
     *,
-    first_offset: int,
-    per_slot: int,
+    per_slot: Sequence[int],
+    absent: int,
 ) -> list[Run]:
-    """Lay consecutive device blocks out over *slots*, pairs of slot and generation.
+    """Lay device blocks out over *slots*, pairs of slot and generation.
 
-    Raises ``InvariantViolated`` unless they fill every slot but the first and last and reach both.
+    A slot takes *per_slot* of each group, one group after the other. *absent* stands for a device
+    block that is not copied. Raises ``InvariantViolated`` unless the numbers agree.
 
-    >>> [(r.slot, r.offset, r.device_blocks)
-    ...  for r in split_runs([7, 8, 9], [(4, 0), (5, 0)], first_offset=3, per_slot=4)]
-    [(4, 3, [7]), (5, 0, [8, 9])]
+    >>> [(r.slot, r.group, r.offset, r.device_blocks)
+    ...  for r in split_runs([-1, 7, 8, 9, 5, -1], [(4, 0), (5, 0)], per_slot=(2, 1), absent=-1)]
+    [(4, 0, 1, [7]), (4, 1, 0, [8]), (5, 0, 0, [9, 5])]
     """
-    needed = -(-(first_offset + len(device_blocks)) // per_slot)
-    if not (device_blocks and 0 <= first_offset < per_slot and len(slots) == needed):
+    if not slots or len(device_blocks) != len(slots) * sum(per_slot):
         raise InvariantViolated(
-            f"{len(device_blocks)} device blocks from offset {first_offset} "
-            f"do not lie in {len(slots)} slots of {per_slot}"
+            f"{len(device_blocks)} device blocks for {len(slots)} slots of {sum(per_slot)}"
         )
     if min(slot for slot, _ in slots) < 0:
         raise InvariantViolated(f"negative slot in {slots}")
-    runs, offset, start = [], first_offset, 0
+    runs: list[Run] = []
+    start = 0
     for slot, generation in slots:
-        end = start + per_slot - offset
-        runs.append(Run(slot, generation, offset, device_blocks[start:end]))
-        offset, start = 0, end
+        for group, count in enumerate(per_slot):
+            part = device_blocks[start : start + count]
+            start += count
+            for offset, blocks in _present(part, absent):
+                runs.append(Run(slot, generation, offset, blocks, group))
     return runs
 
 
+def _present(part: Sequence[int], absent: int) -> list[tuple[int, Sequence[int]]]:
+    """The stretches of *part* without *absent*, and where they begin."""
+    if absent not in part:
+        return [(0, part)]
+    found = []
+    start = 0
+    for end in (*(i for i, block in enumerate(part) if block == absent), len(part)):
+        if end > start:
+            found.append((start, part[start:end]))
+        start = end + 1
+    return found
+
+
 def load_job(
-    copier: DeviceCopier, slots: RankSlots, runs: Sequence[Run]
+    copiers: Sequence[DeviceCopier],
+    slots: RankSlots,
+    runs: Sequence[Run],
+    layer: int | None = None,
 ) -> Callable[[Handle[Copied]], Copied]:
-    """A job that copies *runs* to the device and ends at the first doubt."""
-    return lambda handle: _copy(handle, copier, slots, runs, copier.copy_to_device)
+    """A job that copies *runs* to the device and ends at the first doubt; a copier a group.
+
+    *layer*: copy the pages of that layer of each group alone.
+    """
+    copies = [_of_layer(copier.copy_to_device, layer) for copier in copiers]
+    return lambda handle: _copy(handle, copiers, slots, runs, copies)
 
 
 def save_job(
-    copier: DeviceCopier, slots: RankSlots, runs: Sequence[Run]
+    copiers: Sequence[DeviceCopier],
+    slots: RankSlots,
+    runs: Sequence[Run],
+    layer: int | None = None,
 ) -> Callable[[Handle[Copied]], Copied]:
-    """A job that copies *runs* to the host and ends at the first doubt."""
-    return lambda handle: _copy(handle, copier, slots, runs, copier.copy_to_host)
+    """A job that copies *runs* to the host and ends at the first doubt; the rest as above."""
+    copies = [_of_layer(copier.copy_to_host, layer) for copier in copiers]
+    return lambda handle: _copy(handle, copiers, slots, runs, copies)
+
+
+def _of_layer(copy: Callable[..., None], layer: int | None) -> Callable[..., None]:
+    return copy if layer is None else partial(copy, layer=layer)
 
 
 def _copy(
     handle: Handle[Copied],
-    copier: DeviceCopier,
+    copiers: Sequence[DeviceCopier],
     slots: RankSlots,
     runs: Sequence[Run],
-    copy: Callable[[Sequence[int], Bytes], None],
+    copies: Sequence[Callable[..., None]],
 ) -> Copied:
     for run in runs:
         if handle.stopping:
             return Copied.STOPPED
         if not slots.is_current(run):
             return Copied.STALE
-        copy(run.device_blocks, slots.rows(run, copier.device_block_bytes))
+        rows = slots.rows(run, copiers[run.group].device_block_bytes)
+        copies[run.group](run.device_blocks, rows)
         if not slots.is_current(run):
             return Copied.STALE
     return Copied.WHOLE

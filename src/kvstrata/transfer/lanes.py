@@ -120,6 +120,11 @@ class Lanes(Generic[T]):
         with self._lock:
             return self._ended_some.wait_for(lambda: bool(self._ended), timeout_seconds)
 
+    def wait_for(self, handle: Handle[T], timeout_seconds: float | None = None) -> bool:
+        """Block until *handle* has ended; False if the time ran out first."""
+        with self._lock:
+            return self._ended_some.wait_for(lambda: handle.outcome is not None, timeout_seconds)
+
     def close(self, deadline_seconds: float) -> bool:
         """Cancel what is queued, stop what runs, refuse what comes.
 

@@ -38,6 +38,11 @@ class ReadMeter:
                 self._since, self._read = time.monotonic(), 0
             self._queued += blocks
 
+    @property
+    def queued_blocks(self) -> int:
+        """Blocks that were asked for and have not ended yet."""
+        return self._queued
+
     def ended(self, asked: int, read: int) -> None:
         """Of *asked* blocks *read* have come, the others will not."""
         with self._lock:

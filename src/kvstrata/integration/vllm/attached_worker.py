@@ -2,7 +2,7 @@
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.config import Config
@@ -18,18 +18,20 @@ class AttachedWorker:
     def __init__(
         self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
-        identity = EngineIdentity.of(config, vllm_config, kv_cache_config)
-        rank = get_world_group().rank_in_group
+        # Not the world's rank: with data parallelism that counts the workers of all engines.
+        stage, tensor_rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        rank = stage * vllm_config.parallel_config.tensor_parallel_size + tensor_rank
+        identity = EngineIdentity.of(config, vllm_config, kv_cache_config, stage=stage)
         self._config = config
         self._path = identity.socket
         self._hello = identity.hello("worker", rank=rank)
         self._attachment: Attachment | None = None
         self.half = WorkerHalf(
             WorkerSettings(
-                rank=rank,
-                world_size=identity.world_size,
+                region=identity.regions.of(stage, tensor_rank),
                 tokens_per_block=identity.tokens_per_block,
                 load_timeout_seconds=config.load_timeout_seconds,
+                layerwise=config.load_mode == "layerwise",
             ),
             vllm_config,
             kv_cache_config,

@@ -1,49 +1,350 @@
-"""The surface of vLLM that KVStrata uses, checked when the connector starts."""
+"""The surface of vLLM that KVStrata uses, whole; and what stands in for it in older versions.
 
+It is checked by feature when the connector is loaded, before anything else of vLLM is imported: a
+version that lacks something is refused in words, not with an ``ImportError`` or, in the middle of
+a request, an ``AttributeError``.
+"""
+
+import dis
+import importlib
 import inspect
-from typing import Final
+import logging
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from functools import cache
+from math import gcd
+from typing import Any, Final
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from packaging.specifiers import SpecifierSet
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.errors import ConfigError
 
-SUPPORTED: Final = ">=0.32,<0.33"
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32, which does not ask where hits come from
 
-_CONNECTOR_HOOKS: Final = (
-    "bind_gpu_block_pool",
-    "build_connector_worker_meta",
-    "get_external_cache_hit_sources",
-    "get_transfer_results",
-    "has_pending_block_frees",
-    "has_pending_push_work",
-    "on_new_request",
-    "reset_cache",
-)
+    class CacheHitSource(Enum):  # type: ignore[no-redef]  # it stands in for the other
+        """The tiers that vLLM tells apart."""
+
+        HOST = "host"
+        DISK = "disk"
+        EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+try:
+    from vllm.v1.core.kv_cache_utils import to_event_extra_keys
+except ImportError:  # before 0.31, whose block hashes take the keys as the events name them
+
+    def to_event_extra_keys(extra_keys: Iterable[Any]) -> list[Any] | None:
+        """What an event says of *extra_keys*, one entry for each block."""
+        return list(extra_keys) or None
+
+
+_log = logging.getLogger(__name__)
+
+__all__ = [
+    "NEWER",
+    "SUPPORTED",
+    "SURFACE",
+    "CacheHitSource",
+    "check_attention",
+    "check_vllm",
+    "has_attribute",
+    "kv_tp_replicas",
+    "to_event_extra_keys",
+    "tokens_per_hash",
+]
+
+SUPPORTED: Final = ">=0.30,<0.33"
+
+# Module → name in it → attributes of that, or of its instances.
+Surface = dict[str, dict[str, str]]
+
+# What no supported version lacks.
+SURFACE: Final[Surface] = {
+    "vllm": {
+        "__version__": "",
+    },
+    "vllm.config": {
+        "CUDAGraphMode": "",
+        "CompilationMode": "",
+        "LoadConfig": "",
+        "ModelConfig": "",
+        "VllmConfig": "",
+        "get_layers_from_vllm_config": "",
+    },
+    "vllm.config.attention": {
+        "AttentionConfig": "backend",
+    },
+    "vllm.config.cache": {
+        "CacheConfig": "cache_dtype enable_prefix_caching kv_cache_layout prefix_caching_hash_algo",
+    },
+    "vllm.config.compilation": {
+        "CUDAGraphMode": "NONE",
+        "CompilationConfig": "cudagraph_mode mode static_forward_context",
+        "CompilationMode": "NONE",
+    },
+    "vllm.config.kv_events": {
+        "KVEventsConfig": "enable_kv_cache_events",
+    },
+    "vllm.config.kv_transfer": {
+        "KVTransferConfig": (
+            "engine_id is_kv_consumer is_kv_producer kv_connector_extra_config "
+            "kv_load_failure_policy"
+        ),
+    },
+    "vllm.config.load": {
+        "LoadConfig": "download_dir load_format",
+    },
+    "vllm.config.model": {
+        "ModelConfig": (
+            "dtype get_total_num_hidden_layers hf_config is_encoder_decoder is_multimodal_model "
+            "max_model_len model model_weights quantization quantization_config revision seed"
+        ),
+    },
+    "vllm.config.parallel": {
+        "ParallelConfig": (
+            "data_parallel_size enable_expert_parallel pipeline_parallel_size "
+            "tensor_parallel_size world_size"
+        ),
+    },
+    "vllm.config.scheduler": {
+        "SchedulerConfig": (
+            "async_scheduling enable_chunked_prefill max_num_batched_tokens max_num_seqs"
+        ),
+    },
+    "vllm.config.speculative": {
+        "SpeculativeConfig": "draft_load_config draft_model_config method",
+    },
+    "vllm.config.vllm": {
+        "VllmConfig": (
+            "attention_config cache_config compilation_config kv_events_config kv_transfer_config "
+            "load_config model_config parallel_config scheduler_config speculative_config"
+        ),
+    },
+    "vllm.distributed.kv_events": {
+        "AllBlocksCleared": "",
+        "BlockRemoved": "",
+        "BlockStored": "",
+        "KVCacheEvent": "",
+    },
+    "vllm.distributed.kv_transfer.kv_connector.factory": {
+        "KVConnectorFactory": "_registry register_connector",
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": (
+            "_get_connector_metadata _kv_transfer_config bind_gpu_block_pool build_connector_meta "
+            "build_connector_worker_meta build_kv_connector_stats build_prom_metrics "
+            "get_block_ids_with_load_errors get_kv_connector_stats get_num_new_matched_tokens "
+            "get_transfer_results has_pending_block_frees has_pending_push_work on_new_request "
+            "register_kv_caches request_finished requires_kv_delivery "
+            "requires_piecewise_for_cudagraph reset_cache save_kv_layer shutdown start_load_kv "
+            "take_events update_connector_output update_state_after_alloc wait_for_layer_load "
+            "wait_for_save"
+        ),
+        "KVConnectorMetadata": "",
+        "KVConnectorRole": "SCHEDULER",
+        "KVConnectorTransferResults": "",
+        "KVConnectorWorkerMetadata": "aggregate",
+        "SupportsHMA": "request_finished_all_groups",
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
+        "KVConnectorPromMetrics": "observe per_engine_labelvalues",
+        "KVConnectorStats": "aggregate data is_empty reduce reset",
+    },
+    "vllm.distributed.parallel_state": {
+        "GroupCoordinator": "cpu_group rank_in_group world_size",
+        "get_pp_group": "",
+        "get_tp_group": "",
+    },
+    "vllm.distributed.utils": {
+        "get_pp_indices": "",
+    },
+    "vllm.forward_context": {
+        "ForwardContext": "",
+        "set_forward_context": "",
+    },
+    "vllm.model_executor.layers.attention": {
+        "Attention": "",
+    },
+    "vllm.model_executor.layers.attention.attention": {
+        "Attention": "forward",
+    },
+    "vllm.platforms": {
+        "current_platform": "device_type get_cpu_architecture get_device_capability is_cpu",
+    },
+    "vllm.utils.hashing": {
+        "get_hash_fn_by_name": "",
+    },
+    "vllm.v1.attention.backend": {
+        "AttentionMetadata": "",
+        "CommonAttentionMetadata": "",
+    },
+    "vllm.v1.attention.backends.cpu_attn": {
+        "_get_attn_isa": "",
+    },
+    "vllm.v1.core.block_pool": {
+        "BlockPool": "blocks evict_blocks free_blocks get_cached_block touch",
+    },
+    "vllm.v1.core.kv_cache_manager": {
+        "KVCacheBlocks": "get_block_ids",
+    },
+    "vllm.v1.core.kv_cache_utils": {
+        "BlockHash": "",
+        "KVCacheBlock": "",
+        "generate_block_hash_extra_keys": "",
+        "hash_block_tokens": "",
+        "init_none_hash": "",
+        "maybe_convert_block_hash": "",
+        "resolve_kv_cache_block_sizes": "",
+        "resolve_none_hash_seed": "",
+    },
+    "vllm.v1.core.sched.output": {
+        "KVConnectorBlockState": "get_block_ids",
+        "SchedulerOutput": (
+            "kv_connector_block_state num_scheduled_tokens total_num_scheduled_tokens"
+        ),
+    },
+    "vllm.v1.kv_cache_interface": {
+        "AttentionSpec": "block_size dtype head_size",
+        "ChunkedLocalAttentionSpec": "attention_chunk_size unpadded_page_size_bytes",
+        "FullAttentionSpec": "non_causal unpadded_page_size_bytes",
+        "KVCacheConfig": (
+            "hisparse_host_num_blocks kv_cache_groups kv_cache_layout kv_cache_tensors num_blocks"
+        ),
+        "KVCacheGroupSpec": "enable_kv_transfer host_resident kv_cache_spec layer_names",
+        "KVCacheSpec": "block_size has_layer_views page_size_bytes tokens_per_state",
+        "KVCacheTensor": "block_stride host_resident layer_stride layers offset",
+        "MLAAttentionSpec": "non_causal unpadded_page_size_bytes",
+        "MambaSpec": "mamba_cache_mode",
+        "SlidingWindowSpec": "sliding_window unpadded_page_size_bytes",
+        "UniformTypeKVCacheSpecs": "kv_cache_specs",
+        "get_kv_cache_spec_kind": "",
+        "get_kv_cache_spec_sliding_window": "",
+        "group_kernel_blocks": "",
+        "iter_layer_specs": "",
+    },
+    "vllm.v1.outputs": {
+        "KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta",
+    },
+    "vllm.v1.request": {
+        "Request": (
+            "all_token_ids block_hashes cache_salt kv_transfer_params lora_request mm_features "
+            "num_computed_tokens num_in_flight_tokens num_prompt_tokens num_tokens prompt_embeds "
+            "prompt_token_ids request_id skip_reading_prefix_cache trace_headers "
+            "update_block_hashes"
+        ),
+        "RequestStatus": "RUNNING WAITING_FOR_REMOTE_KVS",
+    },
+}
+# What older ones lack, and KVStrata can do without.
+NEWER: Final[Surface] = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": "get_external_cache_hit_sources",
+    },
+    "vllm.v1.core.kv_cache_utils": {
+        "to_event_extra_keys": "",
+    },
+    "vllm.v1.kv_cache_interface": {
+        "KVCacheConfig": "hash_block_size kv_tp_replicas",
+    },
+    "vllm.v1.metrics.cache_hit_source": {
+        "CacheHitSource": "",
+    },
+}
 
 
 def check_vllm() -> None:
-    """Raises ``ConfigError`` naming what this vLLM lacks."""
-    missing = [h for h in _CONNECTOR_HOOKS if not hasattr(base.KVConnectorBase_V1, h)]
-    missing += [f"BlockPool.{m}" for m in _lacking(BlockPool, "touch", "free_blocks")]
-    missing += [f"BlockPool.{m}" for m in _lacking(BlockPool, "get_cached_block")]
-    if "kv_connector_block_state" not in inspect.signature(SchedulerOutput).parameters:
-        missing.append("SchedulerOutput.kv_connector_block_state")
-    source = inspect.getsource(Request.__init__)
-    missing += [
-        f"Request.{name}"
-        for name in ("num_in_flight_tokens", "block_hashes", "num_computed_tokens")
-        if f"self.{name}" not in source
-    ]
+    """Raises ``ConfigError`` naming what this vLLM lacks; warns once of what it can do without."""
+    missing = sorted(_missing(SURFACE))
     if missing:
         raise ConfigError(
             f"vLLM {vllm.__version__} lacks {', '.join(missing)}",
             hint=f"install vLLM {SUPPORTED}",
         )
+    _warn_of_version()
 
 
-def _lacking(kind: type, *names: str) -> list[str]:
-    return [name for name in names if not hasattr(kind, name)]
+@cache
+def _warn_of_version() -> None:
+    """A process loads the connector more than once."""
+    version = vllm.__version__
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
+        _log.warning(
+            "vLLM %s has all that KVStrata uses of it, but KVStrata was tested with vLLM %s only; "
+            "install one of these",
+            version,
+            SUPPORTED,
+        )
+    elif without := sorted(_missing(NEWER)):
+        _log.warning(
+            "going on without %s, which vLLM %s lacks (docs/compatibility.md says what that "
+            "means); install the newest vLLM %s",
+            ", ".join(without),
+            version,
+            SUPPORTED,
+        )
+
+
+def check_attention() -> None:
+    """Raises ``ConfigError`` if attention layers are not called as the hooks expect."""
+    names = tuple(inspect.signature(Attention.forward).parameters)
+    if names != ("self", "query", "key", "value", "output_shape", "output_dtype"):
+        raise ConfigError(
+            f"vLLM {vllm.__version__} calls its attention layers with {', '.join(names[1:])}",
+            hint=f"install vLLM {SUPPORTED}, or take attention_hook away",
+        )
+
+
+def tokens_per_hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens for which a request has one block hash; before 0.32 the plan does not say."""
+    if hasattr(kv_cache_config, "hash_block_size"):
+        sizes = (group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+        return int(kv_cache_config.hash_block_size or gcd(*sizes))
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def kv_tp_replicas(kv_cache_config: KVCacheConfig) -> int:
+    """Consecutive ranks that hold the same KV; before 0.31 vLLM makes no such plan."""
+    return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+
+
+def has_attribute(thing: Any, name: str) -> bool:
+    """Whether *thing* has the attribute or, if it is a class, its instances do."""
+    if hasattr(thing, name):
+        return True
+    kinds = thing.__mro__[:-1] if isinstance(thing, type) else ()
+    return any(
+        name in getattr(kind, "__annotations__", {}) or name in _set_at_start(kind)
+        for kind in kinds
+    )
+
+
+def _missing(surface: Surface) -> Iterator[str]:
+    for module_name, names in surface.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError:
+            yield module_name
+            continue
+        for name, attributes in names.items():
+            found = getattr(module, name, None)
+            if found is None:
+                yield f"{module_name}.{name}"
+                continue
+            for attribute in attributes.split():
+                if not has_attribute(found, attribute):
+                    yield f"{name}.{attribute}"
+
+
+def _set_at_start(kind: type) -> set[str]:
+    """Names that ``__init__`` of *kind* gives its instances."""
+    init = vars(kind).get("__init__")
+    if not inspect.isfunction(init):
+        return set()
+    return {str(i.argval) for i in dis.get_instructions(init) if i.opname == "STORE_ATTR"}

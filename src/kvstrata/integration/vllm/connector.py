@@ -1,8 +1,12 @@
-"""``KVStrataConnector``: what vLLM 0.32 sees. Each hook goes to the half that its process has."""
+"""``KVStrataConnector``: what vLLM sees. Each hook goes to the half that its process has."""
+
+from kvstrata.integration.vllm.compat import check_vllm
+
+check_vllm()  # before anything is imported that this vLLM may lack
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -14,15 +18,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.blend_fields import BlendFields
+from kvstrata.core.config import Config
+from kvstrata.core.errors import ConfigError, InvariantViolated
 from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.attached_worker import AttachedWorker
-from kvstrata.integration.vllm.compat import check_vllm
+from kvstrata.integration.vllm.blocks import BlockIds
+from kvstrata.integration.vllm.compat import CacheHitSource
+from kvstrata.integration.vllm.engine_metrics import KVStrataPromMetrics, KVStrataStats
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
 
@@ -40,20 +48,50 @@ __all__ = ["KVStrataConnector"]
 class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV cache below the device and gives it back for equal prefixes."""
 
+    _blends: ClassVar = False
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Raises ``ConfigError``, before serving starts, for whatever cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
-        check_vllm()
         _log_as_vllm_does()
         config = load_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._config = config
+        self._refuse_idle_settings()
         self._scheduler: SchedulerHalf | None = None
         self._worker: AttachedWorker | None = None
+        altered_by = self._set_up_hook(config, vllm_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
+            self._scheduler = self._scheduler_half(config, vllm_config, kv_cache_config, altered_by)
         else:
             self._worker = AttachedWorker(config, vllm_config, kv_cache_config)
+
+    def _refuse_idle_settings(self) -> None:
+        idle = sorted(BlendFields.model_fields.keys() & self._config.model_fields_set)
+        if idle and not self._blends:
+            raise ConfigError(
+                f"{', '.join(idle)} is set, and {type(self).__name__} does not blend",
+                hint=f"set kv_connector to BlendConnector, or take {', '.join(idle)} away",
+            )
+
+    def _scheduler_half(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        altered_by: str | None,
+    ) -> SchedulerHalf:
+        return SchedulerHalf(config, vllm_config, kv_cache_config, altered_by=altered_by)
+
+    def _set_up_hook(self, config: Config, vllm_config: VllmConfig) -> str | None:
+        """What a hook makes of this engine's blocks, if it makes others of them."""
+        if config.attention_hook is None:
+            return None
+        raise ConfigError(
+            f"attention_hook is {config.attention_hook!r}, and KVStrataConnector runs no hooks",
+            hint="set kv_connector to DirectConnector, or take attention_hook away",
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -82,7 +120,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        self._decides.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._decides.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
@@ -93,6 +131,8 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._decides.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if connector_output.invalid_block_ids:
+            self._decides.not_loaded(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._decides.worker_report(report)
@@ -100,7 +140,18 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._decides.finished(request, block_ids[0])
+        return self._finished(request, block_ids)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Called by ``MultiConnector`` where another of its connectors knows one group only."""
+        return self._finished(request, (block_ids,))
+
+    def _finished(
+        self, request: "Request", block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._decides.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -137,7 +188,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         self._copies.half.start_load(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs only once all its layers are loaded."""
+        self._copies.half.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self,
@@ -146,7 +197,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Nothing to save yet: whole blocks are copied after the forward."""
+        self._copies.half.save_layer(self._plan, layer_name)
 
     def wait_for_save(self) -> None:
         self._copies.half.start_save(self._plan)
@@ -155,10 +206,35 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         received, failed = self._copies.half.collect()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._copies.half.take_invalid_blocks()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._copies.half.report()
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """In a recorded graph vLLM would call none of the hooks that come layer by layer."""
+        return load_config(extra_config).load_mode == "layerwise"
+
     # -- both --------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if self._scheduler is None else self._scheduler.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return KVStrataStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVStrataPromMetrics:
+        return KVStrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -173,3 +249,4 @@ def _log_as_vllm_does() -> None:
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate

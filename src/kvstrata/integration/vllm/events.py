@@ -4,7 +4,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +20,6 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
-    to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
@@ -31,6 +30,7 @@ from vllm.v1.request import Request
 
 from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
 from kvstrata.integration.vllm.blocks import BlockMath
+from kvstrata.integration.vllm.compat import to_event_extra_keys
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.observe.block_changes import keys_of
 from kvstrata.observe.kv_events import PLACES
@@ -67,11 +67,18 @@ def kv_events(
             algorithm,
         )
         return None
-    (group,) = kv_cache_config.kv_cache_groups
-    kind = get_kv_cache_spec_kind(group.kv_cache_spec).value
-    window = get_kv_cache_spec_sliding_window(group.kv_cache_spec)
-    spec = {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
-    return KVEvents(math, link, spec)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return KVEvents(
+        math,
+        link,
+        [
+            {
+                "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+                "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+            }
+            for spec in specs
+        ],
+    )
 
 
 class KVEvents:
@@ -80,14 +87,15 @@ class KVEvents:
     A block has one event hash: the hash that vLLM gives the prompt up to the block's end. What is
     saved by a request of this engine, not long ago, is told with tokens, adapter and parent; of
     other blocks only the hashes are known, and the events are those that vLLM's own offloading
-    publishes then: no tokens, a block size of 0.
+    publishes then: no tokens, a block size of 0. As vLLM does, each is told for every KV cache
+    group; a block of ours always has all of them.
     """
 
-    def __init__(self, math: BlockMath, link: CacheLink, spec: dict[str, Any]) -> None:
-        """*spec* are the fields of ``BlockStored`` that say what kind of cache this is."""
+    def __init__(self, math: BlockMath, link: CacheLink, specs: Sequence[dict[str, Any]]) -> None:
+        """*specs*: for each group the fields of ``BlockStored`` that say what kind of cache it is."""
         self._math = math
         self._link = link
-        self._spec = spec
+        self._specs = specs
         self._namespace: NamespaceId | None = None
         self._described: OrderedDict[BlockKey, _Described] = OrderedDict()
         self._expected: dict[BlockKey, float] = {}  # saves whose end is no news yet: until when
@@ -163,7 +171,8 @@ class KVEvents:
         elif change.kind == "removed":
             place = PLACES[change.tier]
             hashes = [_event_hash(key) for key in keys_of(change.keys)]
-            yield BlockRemoved(block_hashes=hashes, group_idx=0, **place._asdict())
+            for group in range(len(self._specs)):
+                yield BlockRemoved(block_hashes=hashes, group_idx=group, **place._asdict())
         else:
             self._has_told = True
             yield from self._stored(change)
@@ -176,13 +185,14 @@ class KVEvents:
         parent = change.parent or None
         for is_described, run in groupby(keys, self._described.__contains__):
             members = list(run)
-            if is_described:
-                yield self._whole(members, change.tier)
-            else:
-                yield _placeholder(members, parent, change.tier)
+            for group in range(len(self._specs)):
+                if is_described:
+                    yield self._whole(members, change.tier, group)
+                else:
+                    yield _placeholder(members, parent, change.tier, group)
             parent = members[-1]
 
-    def _whole(self, keys: list[BlockKey], tier: str) -> BlockStored:
+    def _whole(self, keys: list[BlockKey], tier: str, group: int) -> BlockStored:
         blocks = [self._described[key] for key in keys]
         first = blocks[0]
         return BlockStored(
@@ -193,13 +203,15 @@ class KVEvents:
             lora_id=first.lora_id,
             lora_name=first.lora_name,
             extra_keys=to_event_extra_keys([block.extra_keys for block in blocks]),
-            group_idx=0,
-            **self._spec,
+            group_idx=group,
+            **self._specs[group],
             **PLACES[tier]._asdict(),
         )
 
 
-def _placeholder(keys: list[BlockKey], parent: BlockKey | None, tier: str) -> BlockStored:
+def _placeholder(
+    keys: list[BlockKey], parent: BlockKey | None, tier: str, group: int
+) -> BlockStored:
     return BlockStored(
         block_hashes=[_event_hash(key) for key in keys],
         parent_block_hash=_event_hash(parent) if parent is not None else None,
@@ -207,7 +219,7 @@ def _placeholder(keys: list[BlockKey], parent: BlockKey | None, tier: str) -> Bl
         block_size=0,
         lora_id=None,
         lora_name=None,
-        group_idx=0,
+        group_idx=group,
         **PLACES[tier]._asdict(),
     )
 

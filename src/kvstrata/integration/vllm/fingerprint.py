@@ -18,9 +18,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, iter_layer_
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId
 from kvstrata.integration.vllm.geometry import DeviceGeometry
+from kvstrata.integration.vllm.ranks import slot_regions
 from kvstrata.integration.vllm.weights import model_name, weights_fingerprint
 
-__all__ = ["NamespaceFingerprint", "namespace_id"]
+__all__ = ["NamespaceFingerprint", "hash_seed", "namespace_id"]
 
 # Where the config lies and which library wrote it change nothing.
 _HF_CONFIG_NOISE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
@@ -55,12 +56,13 @@ def namespace_id(
     the setting ``weights_fingerprint``, and stands for the weights unread.
     """
     weights, weights_problem = _weights(vllm_config, weights_override)
-    seed, seed_problem = _hash_seed(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed, seed_problem = hash_seed(vllm_config.cache_config.prefix_caching_hash_algo)
     parts = {
         "model": model_name(vllm_config.model_config),
         "weights": weights,
         **_computation(vllm_config),
         **_page_interior(vllm_config, kv_cache_config, geometry),
+        **_rank_order(vllm_config, kv_cache_config, geometry, tokens_per_block),
         "tokens_per_block": str(tokens_per_block),
         "world_size": str(vllm_config.parallel_config.world_size),
         "tensor_parallel_size": str(vllm_config.parallel_config.tensor_parallel_size),
@@ -92,7 +94,7 @@ def _weights(vllm_config: VllmConfig, override: str | None) -> tuple[str, str | 
     )
 
 
-def _hash_seed(algorithm: str) -> tuple[str, str | None]:
+def hash_seed(algorithm: str) -> tuple[str, str | None]:
     """A digest of the seed of vLLM's block hashes, and what is wrong with the seed.
 
     ``resolve_none_hash_seed`` draws a fresh seed at every call where none is set and the
@@ -133,24 +135,47 @@ def _page_interior(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: DeviceGeometry
 ) -> dict[str, str]:
     """What decides where in a page a number lies."""
-    (group,) = kv_cache_config.kv_cache_groups
-    # One spec is all that the scheduler process knows; page_bytes has every layer.
-    spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+    # One spec of each group is all that the scheduler process knows; page_bytes has every layer.
+    specs = [
+        next(iter(iter_layer_specs(group.kv_cache_spec)))
+        for group in kv_cache_config.kv_cache_groups
+    ]
     backend = vllm_config.attention_config.backend
     return {
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "layers": _digest(_canonical(geometry.layers)),
+        "layers": _digest(_canonical(_alone([group.layers for group in geometry.groups]))),
         "layer_count": str(len(geometry.layers)),
         "page_bytes": ",".join(str(n) for n in sorted(set(geometry.page_bytes))),
         "pages": _digest(_canonical(geometry.page_bytes)),
-        "device_block_tokens": str(geometry.block_size),
-        "spec": _canonical(_spec_fields(spec)).decode(),
+        "device_block_tokens": ",".join(str(group.block_size) for group in geometry.groups),
+        "spec": _canonical(_alone([_spec_fields(spec) for spec in specs])).decode(),
         "kv_cache_layout": str(
             kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout
         ),
         "attention_backend": "auto" if backend is None else backend.name,
-        "device": _device(vllm_config, spec),
+        "device": "; ".join(dict.fromkeys(_device(vllm_config, spec) for spec in specs)),
     }
+
+
+def _rank_order(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    geometry: DeviceGeometry,
+    tokens_per_block: int,
+) -> dict[str, str]:
+    """What decides whose bytes lie where in a block, beside the number of ranks."""
+    regions = slot_regions(vllm_config, kv_cache_config, geometry, tokens_per_block)
+    parts = {}
+    if len(regions.stage_bytes) > 1:
+        parts["stage_bytes"] = ",".join(str(n) for n in regions.stage_bytes)
+    if regions.replicas > 1:
+        parts["kv_tp_replicas"] = str(regions.replicas)
+    return parts
+
+
+def _alone(of_groups: list[Any]) -> Any:
+    """The one of a single group as it is, so that the names of most models are short."""
+    return of_groups[0] if len(of_groups) == 1 else of_groups
 
 
 def _spec_fields(spec: AttentionSpec) -> dict[str, str]:

@@ -6,17 +6,20 @@ at start.
 """
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
     group_kernel_blocks,
@@ -24,47 +27,85 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.reach import UNLIMITED, Reach
 
-__all__ = ["DeviceGeometry", "geometry_from_config", "pages_from_tensors"]
+__all__ = ["DeviceGeometry", "GroupGeometry", "geometry_from_config", "pages_from_tensors"]
 
 _RUN_WITHOUT: Final = "run vLLM without the connector (drop --kv-transfer-config)"
 _SLOT_ALIGNMENT_BYTES: Final = 4096
+_SUPPORTED_SPECS: Final = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceGeometry:
-    """Bytes of one device block on one rank: one page per layer, in the order of ``layers``.
+class GroupGeometry:
+    """A KV cache group: layers with one block table. A device block is one page of each."""
 
-    Example: 4 layers, 32 tokens of 4 KV heads of 32 + 32 bfloat16 values.
-
-    >>> g = DeviceGeometry(num_blocks=100, block_size=32, layers=tuple("abcd"),
-    ...                    page_bytes=(16384,) * 4)
-    >>> g.device_block_bytes, g.rank_bytes(256), g.slot_bytes(256, world_size=2)
-    (65536, 524288, 1048576)
-    """
-
-    num_blocks: int
     block_size: int  # tokens per device block
     layers: tuple[str, ...]  # layers that own memory, as in the KV cache group
     page_bytes: tuple[int, ...]  # of each layer, alignment padding included
+    reach: Reach = UNLIMITED
 
     @property
     def device_block_bytes(self) -> int:
         return sum(self.page_bytes)
 
-    def device_blocks_per_block(self, tokens_per_block: int) -> int:
-        """Raises ``ConfigError`` unless a block is a whole number of device blocks."""
+    def rank_bytes(self, tokens_per_block: int) -> int:
+        """Bytes of this group in one rank's region of a slot."""
+        return tokens_per_block // self.block_size * self.device_block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGeometry:
+    """The device blocks of one rank, by KV cache group.
+
+    A slot holds all groups of a block: those device blocks of the first group that its tokens
+    take, then those of the second, and so on. So its key need not name a group.
+
+    Example: 4 layers, 32 tokens of 4 KV heads of 32 + 32 bfloat16 values.
+
+    >>> group = GroupGeometry(block_size=32, layers=tuple("abcd"), page_bytes=(16384,) * 4)
+    >>> g = DeviceGeometry(num_blocks=100, groups=(group,))
+    >>> group.device_block_bytes, g.rank_bytes(256), g.slot_bytes(256, world_size=2)
+    (65536, 524288, 1048576)
+    """
+
+    num_blocks: int  # that all groups share
+    groups: tuple[GroupGeometry, ...]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that are whole device blocks in every group."""
+        return lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(name for group in self.groups for name in group.layers)
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Of each of ``layers``."""
+        return tuple(size for group in self.groups for size in group.page_bytes)
+
+    def check_block(self, tokens_per_block: int) -> None:
+        """Raises ``ConfigError`` unless such a block can be saved whole, in every group."""
         if tokens_per_block < self.block_size or tokens_per_block % self.block_size:
             raise ConfigError(
                 f"tokens_per_block = {tokens_per_block} is no multiple of "
                 f"vLLM's block size of {self.block_size} tokens",
                 hint=f"set tokens_per_block to a multiple of {self.block_size}",
             )
-        return tokens_per_block // self.block_size
+        for group in self.groups:
+            group.reach.check(tokens_per_block, group.block_size)
 
     def rank_bytes(self, tokens_per_block: int) -> int:
         """Bytes of one rank's region of a slot."""
-        return self.device_blocks_per_block(tokens_per_block) * self.device_block_bytes
+        self.check_block(tokens_per_block)
+        return sum(group.rank_bytes(tokens_per_block) for group in self.groups)
 
     def slot_bytes(self, tokens_per_block: int, world_size: int) -> int:
         """Stride of a slot: the ranks' regions side by side, padded to 4 KiB."""
@@ -79,100 +120,120 @@ def geometry_from_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     (``generate_scheduler_kv_cache_config``), so page sizes come from the placement of the layers.
     Without any placement (schedulers in unit tests) the group's one spec holds for all layers.
     """
-    _refuse_parallelism(vllm_config, kv_cache_config)
-    group = _only_group(kv_cache_config)
-    _refuse_specs(group)
-    if kv_cache_config.kv_cache_tensors:
-        placed = _page_bytes_by_layer(kv_cache_config)
+    _refuse_vllm_config(vllm_config)
+    _refuse_groups(kv_cache_config)
+    placed = _page_bytes_by_layer(kv_cache_config)
+    groups = tuple(_group(each, placed) for each in kv_cache_config.kv_cache_groups)
+    geometry = DeviceGeometry(kv_cache_config.num_blocks, groups)
+    if outside := set(placed) - {*geometry.layers}:
+        raise ConfigError(f"layers are placed outside the KV cache groups: {sorted(outside)}")
+    return geometry
+
+
+def _group(group: KVCacheGroupSpec, placed: dict[str, int]) -> GroupGeometry:
+    """*placed* are the bytes of the pages of all layers; empty without a placement."""
+    spec = group.kv_cache_spec
+    if placed:
         layers = tuple(name for name in group.layer_names if name in placed)
         pages = tuple(placed[name] for name in layers)
-        if len(layers) != len(placed):
-            raise ConfigError(
-                f"layers are placed outside the KV cache group: {sorted(set(placed) - {*layers})}"
-            )
         _check_pages_hold_specs(group, dict(zip(layers, pages, strict=True)))
     else:
         layers = tuple(group.layer_names)
         pages = tuple(_spec_of(group, name).page_size_bytes for name in layers)
-    return DeviceGeometry(
-        num_blocks=kv_cache_config.num_blocks,
-        block_size=group.kv_cache_spec.block_size,
-        layers=layers,
-        page_bytes=pages,
+    return GroupGeometry(
+        spec.block_size, layers, pages, Reach.of(next(iter(iter_layer_specs(spec))))
     )
 
 
 def pages_from_tensors(
     kv_caches: dict[str, torch.Tensor], geometry: DeviceGeometry, kv_cache_config: KVCacheConfig
-) -> list[torch.Tensor]:
-    """Per layer of *geometry* a uint8 view (num_blocks, page_bytes) of what vLLM registered.
+) -> list[list[torch.Tensor]]:
+    """By group and layer of *geometry* a uint8 view (num_blocks, page_bytes) of what vLLM registered.
 
-    Raises ``ConfigError`` if a tensor does not lie where ``KVCacheConfig.kv_cache_tensors`` places
-    it, if a page is not one contiguous run, or if a registered cache is not covered.
+    Groups may lie in the same memory: a device block belongs to one at a time. Raises
+    ``ConfigError`` if a tensor does not lie where ``KVCacheConfig.kv_cache_tensors`` places it, if
+    a page is not one contiguous run, or if a registered cache is not covered.
     """
     placement = _placement_by_layer(kv_cache_config)
-    pages = []
-    for name, page_bytes in zip(geometry.layers, geometry.page_bytes, strict=True):
-        if name not in kv_caches or name not in placement:
-            raise ConfigError(f"vLLM registered no KV cache for layer {name}")
-        cache = _by_device_block(name, kv_caches[name], geometry.num_blocks)
-        _check_cache(name, cache, placement[name], page_bytes)
-        offset, block_stride = placement[name]
-        pages.append(
-            torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
-                cache.untyped_storage(),
-                offset,
-                (geometry.num_blocks, page_bytes),
-                (block_stride, 1),
+    found = []
+    for group in geometry.groups:
+        pages = []
+        for name, page_bytes in zip(group.layers, group.page_bytes, strict=True):
+            if name not in kv_caches or name not in placement:
+                raise ConfigError(f"vLLM registered no KV cache for layer {name}")
+            cache = _by_device_block(name, kv_caches[name], geometry.num_blocks)
+            _check_cache(name, cache, placement[name], page_bytes)
+            offset, block_stride = placement[name]
+            pages.append(
+                torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+                    cache.untyped_storage(),
+                    offset,
+                    (geometry.num_blocks, page_bytes),
+                    (block_stride, 1),
+                )
             )
-        )
+        found.append(pages)
     _refuse_uncovered(kv_caches, geometry)
-    return pages
+    return found
 
 
-def _refuse_parallelism(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    parallel = vllm_config.parallel_config
-    found = {
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-        "replicas of the KV cache over tensor parallel ranks": kv_cache_config.kv_tp_replicas,
-    }
-    for what, size in found.items():
-        if size > 1:
-            raise ConfigError(
-                f"{what} = {size}: not supported in this version of KVStrata", hint=_RUN_WITHOUT
-            )
-
-
-def _only_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
-    groups = kv_cache_config.kv_cache_groups
-    kinds = ", ".join(get_kv_cache_spec_kind(g.kv_cache_spec).value for g in groups) or "none"
-    if len(groups) != 1:
+def _refuse_vllm_config(vllm_config: VllmConfig) -> None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model is not None and model.is_encoder_decoder:
         raise ConfigError(
-            f"the model has {len(groups)} KV cache groups ({kinds}): "
-            "hybrid and attention-free models are not supported in this version of KVStrata",
+            f"{model.model!r} is an encoder-decoder model: its decoder's KV depends on the "
+            "encoder's input, which no block hash names",
             hint=_RUN_WITHOUT,
         )
-    group = groups[0]
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (ranks := getattr(parallel, name)) > 1:
+            raise ConfigError(
+                f"{name} = {ranks}: context parallelism spreads the tokens of a block over "
+                "ranks, which this version of KVStrata does not support",
+                hint=f"set {name} to 1, or {_RUN_WITHOUT}",
+            )
+    if not (
+        vllm_config.scheduler_config.enable_chunked_prefill
+        or vllm_config.cache_config.enable_prefix_caching
+    ):
+        raise ConfigError(
+            "vLLM runs with neither chunked prefill nor prefix caching: its attention may not "
+            "be able to go on from KV that it did not compute in the same step",
+            hint="set --enable-chunked-prefill; where vLLM turns both off by itself (MLA on a "
+            f"CPU without AMX, models with bidirectional attention), {_RUN_WITHOUT}",
+        )
+
+
+def _refuse_groups(kv_cache_config: KVCacheConfig) -> None:
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise ConfigError("the model has no KV cache: there is nothing to keep", hint=_RUN_WITHOUT)
     hosted = any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors)
-    if group.host_resident or hosted or kv_cache_config.hisparse_host_num_blocks is not None:
-        raise _unsupported(f"a host-resident KV cache ({kinds})")
-    if not group.enable_kv_transfer:
-        raise _unsupported(f"a KV cache group that vLLM excludes from transfer ({kinds})")
-    return group
+    hosted |= kv_cache_config.hisparse_host_num_blocks is not None
+    for group in groups:
+        kind = get_kv_cache_spec_kind(group.kv_cache_spec).value
+        if group.host_resident or hosted:
+            raise _unsupported(f"a host-resident KV cache ({kind})")
+        if not group.enable_kv_transfer:
+            raise _unsupported(f"a KV cache group that vLLM excludes from transfer ({kind})")
+        _refuse_specs(group)
 
 
 def _refuse_specs(group: KVCacheGroupSpec) -> None:
-    """Full attention and MLA only, by exact class: a subclass may recycle or add blocks."""
+    """By exact class: a subclass may recycle or add blocks."""
     specs = list(iter_layer_specs(group.kv_cache_spec))
     if not specs or not group.layer_names:
         raise _unsupported("a KV cache group without layers")
     for spec in specs:
         kind = get_kv_cache_spec_kind(spec).value
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        if isinstance(spec, MambaSpec):
+            raise _unsupported(
+                f"recurrent state ({kind}, mamba_cache_mode {spec.mamba_cache_mode!r}), which "
+                "vLLM keeps for few positions and moves between its blocks"
+            )
+        if type(spec) not in _SUPPORTED_SPECS:
             raise _unsupported(f"a KV cache of kind {kind} ({type(spec).__name__})")
-        if spec.non_causal:
+        if isinstance(spec, FullAttentionSpec) and spec.non_causal:
             raise _unsupported(f"non-causal attention ({kind})")
         if spec.tokens_per_state != 1:
             raise _unsupported(f"{spec.tokens_per_state} tokens per state ({kind})")

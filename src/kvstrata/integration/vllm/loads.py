@@ -1,25 +1,30 @@
 """Loads: what the cache has of a request's prompt, and getting it into the device blocks."""
 
+import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.integration.vllm.awaits import Awaits
-from kvstrata.integration.vllm.blocks import BlockMath
+from kvstrata.integration.vllm.blocks import BlockIds, BlockMath
+from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.metadata import Load
+from kvstrata.integration.vllm.spans import Origin, RequestSpans, lowest_tier
 from kvstrata.manager.tasks import UNSETTLED, TaskState, TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
 
+_log = logging.getLogger(__name__)
+
 _ASK_AGAIN_SECONDS: Final = 0.01  # for blocks that are awaited
-_STALE_SECONDS: Final = 20.0  # after that, and the time to load, leases may be near their end
+STALE_SECONDS: Final = 20.0  # after that, and the time to load, leases may be near their end
 
 
 @dataclass(slots=True)
@@ -55,6 +60,9 @@ class _RunningLoad:
     connection: int
     keys: list[BlockKey]
     workers_left: int
+    origin: Origin | None  # if spans are wanted
+    tier: str  # the lowest that some of it comes from
+    began_at: float = field(default_factory=time.monotonic)
     failed: bool = False
 
 
@@ -66,9 +74,18 @@ class Loads:
     """
 
     def __init__(
-        self, config: Config, math: BlockMath, link: CacheLink, *, world_size: int, limit: int
+        self,
+        config: Config,
+        math: BlockMath,
+        link: CacheLink,
+        *,
+        world_size: int,
+        limit: int,
+        spans: RequestSpans | None = None,
     ) -> None:
         self._config = config
+        self.layerwise = config.load_mode == "layerwise"
+        self._spans = spans
         self._math = math
         self._link = link
         self._world_size = world_size
@@ -82,7 +99,8 @@ class Loads:
 
     def expect(self, request: Request, namespace: NamespaceId, pool: BlockPool) -> None:
         """*request* is new: ask for its prompt now, unless the device cache covers it."""
-        if len(self._lookups) < self._limit and self._may_load(request):
+        is_asked = request.request_id in self._lookups
+        if not is_asked and len(self._lookups) < self._limit and self._may_load(request):
             self._ask(request, namespace, self._math.cached_on_device(request, pool))
 
     def match(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
@@ -121,7 +139,8 @@ class Loads:
             return None
         if lookup.status is None or not lookup.status.slots:
             return 0
-        end = (lookup.first_block + len(lookup.status.slots)) * self._math.tokens
+        found = (lookup.first_block + len(lookup.status.slots)) * self._math.tokens
+        end = self._math.loadable_tokens(request, found, runs_at_once=self.layerwise)
         lookup.computed_tokens = computed
         return max(0, end - computed)
 
@@ -132,32 +151,47 @@ class Loads:
             return []
         return lookup.keys[lookup.status.matched_blocks :]
 
-    def plan(self, request: Request, block_ids: list[int], tokens: int) -> list[BlockKey]:
+    def plan(
+        self, request: Request, block_ids: Callable[[], BlockIds], tokens: int
+    ) -> list[BlockKey]:
         """vLLM takes *tokens* of the last answer into *block_ids*; the keys that this loads."""
         lookup = self._lookups.pop(request.request_id, None)
         if lookup is None:
             return []
+        if self._spans is not None:
+            self._spans.looked_up(request, lookup.pending)
         if tokens == 0 or lookup.status is None or lookup.connection != self._link.number:
             self._link.abandon(lookup.pending, lookup.connection)
             return []
         math, status = self._math, lookup.status
-        first = lookup.computed_tokens // math.device_tokens
-        count = tokens // math.device_tokens
-        skipped, offset = divmod(first - lookup.first_block * math.ratio, math.ratio)
-        end = skipped + -(-(offset + count) // math.ratio)
+        start = lookup.computed_tokens
+        skipped = start // math.tokens - lookup.first_block
+        end = -(-(start + tokens) // math.tokens) - lookup.first_block
         load = Load(
             request.request_id,
             status.task_id,
-            block_ids[first : first + count],
+            math.device_blocks_of_load(block_ids(), start, start + tokens),
             status.slots[skipped:end],
             status.generations[skipped:end],
-            offset,
         )
         self._planned.append(load)
         self._link.submit(p.Launch([status.task_id]))
         keys = lookup.keys[skipped:end]
         self._running[status.task_id] = _RunningLoad(
-            request.request_id, lookup.connection, keys, self._world_size
+            request.request_id,
+            lookup.connection,
+            keys,
+            self._world_size,
+            self._spans.origin(request) if self._spans is not None else None,
+            lowest_tier(status),
+        )
+        _log.debug(
+            "request %s: loading %d tokens, %d blocks, lowest tier %s, task %d",
+            request.request_id,
+            tokens,
+            len(keys),
+            lowest_tier(status),
+            status.task_id,
         )
         remote = min(tokens, status.remote_blocks * math.tokens)
         disk = min(tokens - remote, status.disk_blocks * math.tokens)
@@ -192,6 +226,10 @@ class Loads:
             if load.workers_left > 0:
                 continue
             del self._running[task_id]
+            if self._spans is not None and load.origin is not None:
+                self._spans.loaded(
+                    load.origin, load.began_at, load.tier, len(load.keys), failed=load.failed
+                )
             if load.failed:
                 lost += load.keys
                 if load.request_id is not None:
@@ -231,7 +269,7 @@ class Loads:
             or lookup.connection != self._link.number
             or lookup.first_block * self._math.tokens > computed
             or lookup.known_blocks != self._math.known_blocks(request)
-            or lookup.age_seconds > _STALE_SECONDS + self._config.load_timeout_seconds
+            or lookup.age_seconds > STALE_SECONDS + self._config.load_timeout_seconds
         ):
             self._drop(request.request_id)
             self._ask(request, namespace, computed)

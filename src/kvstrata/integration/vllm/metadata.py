@@ -4,29 +4,33 @@ Task ids are the scheduler half's; the same id reaches every worker, and each re
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["Load", "Save", "StepPlan", "WorkerReport"]
+from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta
+
+__all__ = ["NULL_BLOCK", "HookStep", "Load", "Save", "StepPlan", "WorkerReport"]
+
+NULL_BLOCK: Final = 0  # vLLM's id for "no device block" in a block table; nobody's KV
 
 
 @dataclass(slots=True)
 class Load:
-    """Host → device for one request: consecutive device blocks of its prompt.
+    """Host → device for one request: what ``device_blocks`` names of ``slots``.
 
-    ``device_blocks[0]`` is device block number ``first_offset`` of ``slots[0]``; the others
-    follow through the slots in order. The last slot may be used in part.
+    A slot holds the device blocks of a block by KV cache group. ``NULL_BLOCK`` stands for those
+    that are not loaded: the device has them, or does not need them.
     """
 
     request_id: str
     task_id: int
-    device_blocks: list[int]
+    device_blocks: list[int]  # (slots * device_blocks_per_block,)
     slots: list[int]
     generations: list[int]  # (slots,) what each slot's generation must be
-    first_offset: int  # in device blocks
 
 
 @dataclass(slots=True)
@@ -39,6 +43,13 @@ class Save:
     generations: list[int]  # (slots,)
 
 
+@dataclass(slots=True)
+class HookStep:
+    """The attention hook is wanted in this step, and is to be given ``sparse_meta``."""
+
+    sparse_meta: object = None
+
+
 @dataclass
 class StepPlan(KVConnectorMetadata):
     """Everything the workers do for KVStrata in one engine step."""
@@ -47,6 +58,8 @@ class StepPlan(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False  # no tokens are scheduled in this step
+    hook: HookStep | None = None
+    blend: BlendConnectorMeta | None = None
 
 
 @dataclass
@@ -62,6 +75,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     save_failed: dict[int, int] = field(default_factory=dict)  # task id -> leading blocks copied
     load_done: dict[int, int] = field(default_factory=dict)  # task id -> workers done, ok or not
     load_failed: set[int] = field(default_factory=set)
+    hook_failed: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """A new report: counts added, failures united (vLLM ``KVOutputAggregator``)."""
@@ -72,6 +86,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             save_failed=_least(self.save_failed, other.save_failed),
             load_done=_add(self.load_done, other.load_done),
             load_failed=self.load_failed | other.load_failed,
+            hook_failed=self.hook_failed or other.hook_failed,
         )
 
 

@@ -1,6 +1,7 @@
 """How fast the engine computes prompts, seen from its scheduler's steps."""
 
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,21 +26,21 @@ class PrefillRate:
         self._told_at = 0.0
         self._began = 0.0
         self._tokens = 0
-        self._requests: frozenset[str] = frozenset()
+        self._requests: Mapping[str, int] = {}
 
-    def step(self, output: SchedulerOutput) -> None:
-        """The step of *output* begins."""
+    def step(self, output: SchedulerOutput, *, is_pure: bool = True) -> None:
+        """The step of *output* begins; it computes and does nothing else if *is_pure*."""
         now = time.monotonic()
-        requests = frozenset(output.num_scheduled_tokens)
+        requests = output.num_scheduled_tokens
         counts = self._tokens >= max(_LEAST_TOKENS, _LEAST_TOKENS_A_REQUEST * len(self._requests))
-        if counts and now > self._began and not requests.isdisjoint(self._requests):
+        if counts and now > self._began and not requests.keys().isdisjoint(self._requests):
             measured = self._tokens / (now - self._began)
             known = self.tokens_per_second
             self.tokens_per_second = (
                 measured if known is None else known + _WEIGHT * (measured - known)
             )
         self._began, self._requests = now, requests
-        self._tokens = output.total_num_scheduled_tokens
+        self._tokens = output.total_num_scheduled_tokens if is_pure else 0
 
     def news(self) -> float | None:
         """The rate, if it has changed so that the server should know."""

@@ -11,9 +11,10 @@ from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
-from kvstrata.integration.vllm.blocks import BlockMath, HeldBlocks
+from kvstrata.integration.vllm.blocks import BlockIds, BlockMath, HeldBlocks
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.metadata import Save
+from kvstrata.integration.vllm.spans import Origin, RequestSpans
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
@@ -29,6 +30,7 @@ class _Offer:
     connection: int
     keys: list[BlockKey]
     blocks: list[KVCacheBlock]  # ratio of them a key
+    origin: Origin | None  # if spans are wanted
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class _RunningSave:
     workers_left: int
     deadline: float
     whole_blocks: int  # leading ones that no worker has failed to copy
+    offered_at: float
+    origin: Origin | None
     void: bool = False  # of before a reset: must not become visible
 
 
@@ -49,13 +53,22 @@ class Saves:
 
     A block is offered in the step whose forward completes it, or later, and is copied in a later
     step than it was offered, so the copy always finds it written. From the offer until the copy
-    has ended its device blocks are held, whatever becomes of the request.
+    has ended its device blocks are held, whatever becomes of the request. A block of which a device
+    block is gone, since it is out of reach of what follows, is not saved.
     """
 
     def __init__(
-        self, config: Config, math: BlockMath, link: CacheLink, held: HeldBlocks, *, world_size: int
+        self,
+        config: Config,
+        math: BlockMath,
+        link: CacheLink,
+        held: HeldBlocks,
+        *,
+        world_size: int,
+        spans: RequestSpans | None = None,
     ) -> None:
         self._config = config
+        self._spans = spans
         self._math = math
         self._link = link
         self._held = held
@@ -71,26 +84,30 @@ class Saves:
         return self._held.count > 0
 
     def offer(
-        self, request: Request, namespace: NamespaceId, block_ids: list[int], first: int, end: int
+        self, request: Request, namespace: NamespaceId, block_ids: BlockIds, first: int, end: int
     ) -> int:
         """Offer blocks *first* to *end* of *request*, as many as may be held now.
 
         Returns where the next offer of this request has to begin.
         """
-        while first < end and self._knows(self._math.key(request, first)):
+        math = self._math
+        while first < end and (
+            self._knows(math.key(request, first)) or not math.has_all(block_ids, first)
+        ):
             first += 1
-        ratio = self._math.ratio
+        ratio = math.ratio
         end = min(end, first + self._held.room // ratio)
         if first >= end or not self._link.ready:
             return first
-        keys = self._math.keys(request, first, end)
-        parent = self._math.key(request, first - 1) if first else b""
-        name, whole = request.request_id[-256:], request.num_prompt_tokens // self._math.tokens
+        keys = math.keys(request, first, end)
+        parent = math.key(request, first - 1) if first else b""
+        name, whole = request.request_id[-256:], request.num_prompt_tokens // math.tokens
         pending = self._link.submit(p.PutMatch(0, namespace, b"".join(keys), parent, name, whole))
         if pending is None:
             return first
-        held = self._held.hold(block_ids[first * ratio : end * ratio])
-        self._offers.append(_Offer(pending, self._link.number, keys, held))
+        held = self._held.hold(math.device_blocks(block_ids, first, end))
+        origin = self._spans.origin(request) if self._spans is not None else None
+        self._offers.append(_Offer(pending, self._link.number, keys, held, origin))
         return end
 
     def take_plans(self) -> list[Save]:
@@ -127,6 +144,9 @@ class Saves:
             del self._running[task_id]
             self._held.release(save.blocks)
             self._link.write_ended(task_id)
+            if self._spans is not None and save.origin is not None:
+                is_short = save.void or save.whole_blocks < len(save.keys)
+                self._spans.saved(save.origin, save.offered_at, len(save.keys), failed=is_short)
             is_void = save.void or save.connection != self._link.number
             if is_void or not save.whole_blocks:
                 self._link.submit(p.Fail([task_id]))
@@ -155,12 +175,16 @@ class Saves:
         for key in keys:
             self._known.pop(key, None)
 
-    def reset(self) -> None:
-        """What was offered or copied before this must not become visible."""
+    def withdraw_offers(self) -> None:
+        """What is offered and not being copied yet is not to be saved."""
         for offer in self._offers:
             self._link.abandon(offer.pending, offer.connection)
             self._held.release(offer.blocks)
         self._offers.clear()
+
+    def reset(self) -> None:
+        """What was offered or copied before this must not become visible."""
+        self.withdraw_offers()
         self._known.clear()
         for save in self._running.values():
             save.void = True
@@ -191,6 +215,8 @@ class Saves:
             self._world_size,
             time.monotonic() + self._config.save_timeout_seconds,
             len(status.missing),
+            offer.pending.sent_at,
+            offer.origin,
         )
         ids = [block.block_id for block in blocks]
         return [Save(status.task_id, ids, status.slots, status.generations)]

@@ -13,21 +13,25 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, ServerUnavailable
-from kvstrata.core.types import EXACT, NAMESPACE_ID_BYTES, NamespaceId
-from kvstrata.integration.vllm.blocks import BlockMath, HeldBlocks
+from kvstrata.core.types import EXACT, NAMESPACE_ID_BYTES, BlockFormat, NamespaceId
+from kvstrata.integration.vllm.blocks import BlockIds, HeldBlocks
+from kvstrata.integration.vllm.compat import CacheHitSource
+from kvstrata.integration.vllm.engine_metrics import KVStrataStats
 from kvstrata.integration.vllm.events import kv_events
-from kvstrata.integration.vllm.fingerprint import namespace_id
+from kvstrata.integration.vllm.fingerprint import NamespaceFingerprint, namespace_id
+from kvstrata.integration.vllm.layerwise import Admitted, take_back
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.loads import Loads
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.meter import Meter
 from kvstrata.integration.vllm.prefill_rate import PrefillRate
 from kvstrata.integration.vllm.saves import Saves
 from kvstrata.integration.vllm.setup import EngineIdentity
+from kvstrata.integration.vllm.spans import spans_of
 from kvstrata.server import protocol as p
 from kvstrata.server.embedded import EmbeddedServer
 
@@ -35,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Tracked:
+class Tracked:
     """A request between ``on_new_request`` and its end."""
 
     request: Request
@@ -46,9 +50,17 @@ class SchedulerHalf:
     """Hooks of vLLM's scheduler. None of them waits, but ``match`` for a moment, or raises."""
 
     def __init__(
-        self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        altered_by: str | None = None,
     ) -> None:
         """Start or find the server; raises ``ConfigError`` if this engine cannot be served.
+
+        ``altered_by`` says what makes of this model's blocks others; engines share them where it
+        is equal.
 
         A server that is not there is no error: the engine runs without a cache until it comes.
         """
@@ -59,11 +71,7 @@ class SchedulerHalf:
         self._saves_wanted = transfer.is_kv_producer
         self._limit = 2 * vllm_config.scheduler_config.max_num_seqs
         self._world_size = identity.world_size
-        self._math = BlockMath(
-            identity.geometry.block_size,
-            kv_cache_config.hash_block_size or identity.geometry.block_size,
-            identity.tokens_per_block,
-        )
+        self._math = identity.math
         fingerprint = namespace_id(
             vllm_config,
             kv_cache_config,
@@ -74,31 +82,27 @@ class SchedulerHalf:
         if config.lasting_tiers and fingerprint.persistent_problem:
             refused = config.lasting_tiers[0].kind
             raise ConfigError(f"the {refused} tier is refused: {fingerprint.persistent_problem}")
-        self._base, self._parts = fingerprint.id, fingerprint.parts
-        if identity.block_format != EXACT:
-            # What comes up from below is not what was computed: exact blocks stay apart.
-            self._base = _derived(self._base, identity.block_format.encode())
-            self._parts = {**self._parts, "block_format": identity.block_format}
+        self._base, self._parts = _kept_apart(fingerprint, identity.block_format, altered_by)
         self._namespace = self._base
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
+        self._admitted: list[Admitted] = []  # to the step being scheduled
+        self._in_step: list[Admitted] = []  # to the last one that was
         self._rate = PrefillRate()
         self._rate_told_to = 0  # the connection
-        hello = identity.hello("engine", persistent=fingerprint.persistent_ok)
-        server = None
-        if config.server == "embedded":
-            server = EmbeddedServer(
-                config,
-                identity.socket,
-                block_bytes=identity.block_bytes,
-                block_format=identity.block_format,
-            )
-        self._link = CacheLink(config, identity.socket, hello, server)
+        self._spans = spans_of(config)
+        self._link = _line_to_server(config, identity, persistent=fingerprint.persistent_ok)
         self._link.register(self._namespace, self._parts)
         self._events = kv_events(vllm_config, kv_cache_config, self._math, self._link)
         if self._events is not None:
             self._events.follow(self._namespace)
+        self._meter = Meter(config, self._link)
         self._loads = Loads(
-            config, self._math, self._link, world_size=self._world_size, limit=self._limit
+            config,
+            self._math,
+            self._link,
+            world_size=self._world_size,
+            limit=self._limit,
+            spans=self._spans,
         )
         try:
             self._link.connect(config.start_timeout_seconds)
@@ -114,23 +118,27 @@ class SchedulerHalf:
             self._link,
             HeldBlocks(pool, max(self._config.max_saving_blocks, self._math.ratio)),
             world_size=self._world_size,
+            spans=self._spans,
         )
 
     def on_new_request(self, request: Request) -> None:
         self._link.tick()
-        self._requests[request.request_id] = _Tracked(request)
+        self._requests[request.request_id] = Tracked(request)
         if self._loads_wanted:
             self._loads.expect(request, self._namespace, self._pool)
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """``get_num_new_matched_tokens``: loads are always asynchronous."""
+        """``get_num_new_matched_tokens``: loads are asynchronous, or layerwise."""
         if not self._loads_wanted:
             return 0, False
         tokens = self._loads.match(request, self._namespace, computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self._loads.layerwise
 
-    def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: Request, block_ids: Callable[[], BlockIds], external_tokens: int
+    ) -> None:
         """``update_state_after_alloc``."""
+        self._admitted.append(Admitted(request, block_ids))
         self._saves.doubt(self._loads.not_found(request))
         keys = self._loads.plan(request, block_ids, external_tokens)
         if keys:
@@ -143,16 +151,14 @@ class SchedulerHalf:
         """``build_connector_meta``: what the workers copy in this step."""
         # What is planned so far names slots of this server; the next tick may bring another one.
         server_id, loads = self._link.server_id, self._loads.take_plans()
+        self._in_step, self._admitted = self._admitted, []
         self._link.tick()
-        self._tell_rate(output)
+        self._tell_rate(output, waits_for_loads=bool(loads) and self._loads.layerwise)
         if self._saves_wanted:
             self._offer_completed(output)
-        return StepPlan(
-            server_id,
-            loads,
-            self._saves.take_plans(),
-            idle=output.total_num_scheduled_tokens == 0,
-        )
+        saves, idle = self._saves.take_plans(), output.total_num_scheduled_tokens == 0
+        self._meter.step(is_idle=idle and not loads and not self._saves.busy)
+        return StepPlan(server_id, loads, saves, idle=idle)
 
     def worker_report(self, report: WorkerReport) -> None:
         self._saves.doubt(self._loads.ended(report.load_done, report.load_failed))
@@ -160,7 +166,20 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.expect(saved)
 
-    def finished(self, request: Request, block_ids: list[int]) -> None:
+    def not_loaded(self, device_blocks: set[int]) -> None:
+        """The last step's forward may have used *device_blocks*, which some load did not fill.
+
+        Then nothing may stand on what it made of them. vLLM computes them again, and what comes
+        after them, in place. Until then it would give them to others, and we would save them.
+        """
+        if take_back(self._in_step, device_blocks, self._math.groups[0].device_tokens):
+            self._pool.evict_blocks({block.block_id for block in self._pool.blocks})
+            self._saves.withdraw_offers()
+            for tracked in self._requests.values():
+                if tracked.offered_blocks != sys.maxsize:
+                    tracked.offered_blocks = 0
+
+    def finished(self, request: Request, block_ids: BlockIds) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
         tracked = self._requests.pop(request.request_id, None)
         # vLLM counts tokens as computed that a running load has yet to bring.
@@ -179,11 +198,16 @@ class SchedulerHalf:
     @property
     def busy(self) -> bool:
         """Whether the engine must go on stepping, whatever its requests do."""
-        return self._saves.busy or (self._events is not None and self._events.busy)
+        has_events = self._events is not None and self._events.busy
+        return self._saves.busy or has_events or self._meter.busy
 
     def take_events(self) -> list[KVCacheEvent]:
         """What has become of blocks that this engine can load, if vLLM publishes KV events."""
         return self._events.take() if self._events is not None else []
+
+    def take_stats(self) -> KVStrataStats | None:
+        """What vLLM's metrics are to count of us."""
+        return self._meter.take()
 
     def reset(self) -> None:
         """``reset_cache``: nothing from before is found again, neither by this engine nor later.
@@ -205,9 +229,11 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._link.close()
+        if self._spans is not None:
+            self._spans.close()
 
-    def _tell_rate(self, output: SchedulerOutput) -> None:
-        self._rate.step(output)
+    def _tell_rate(self, output: SchedulerOutput, *, waits_for_loads: bool) -> None:
+        self._rate.step(output, is_pure=not waits_for_loads)
         if self._rate_told_to != self._link.number:
             self._rate_told_to = self._link.number
             self._rate.tell_again()
@@ -216,27 +242,32 @@ class SchedulerHalf:
             self._link.submit(p.Measured(tokens_per_second / self._math.tokens))
 
     def _offer_completed(self, output: SchedulerOutput) -> None:
-        state = output.kv_connector_block_state
+        state, tokens = output.kv_connector_block_state, self._math.tokens
+        if state is None:
+            return
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is None or state is None:
+            if tracked is None:
                 continue
             request = tracked.request
+            computed = request.num_computed_tokens + scheduled
+            if computed < (tracked.offered_blocks + 1) * tokens:
+                continue  # as in nearly every step that decodes
             # After this step's forward this many tokens have KV; those not known yet are
             # placeholders or drafts, and num_tokens leaves them out.
-            computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            computed = min(computed, request.num_tokens)
             self._offer(tracked, computed, partial(_block_ids, state, request_id))
 
     def _offer(
-        self, tracked: _Tracked, computed_tokens: int, block_ids: Callable[[], list[int]]
+        self, tracked: Tracked, computed_tokens: int, block_ids: Callable[[], BlockIds]
     ) -> None:
         math = self._math
         end = min(computed_tokens // math.tokens, math.known_blocks(tracked.request))
-        if end <= tracked.offered_blocks:
+        if end <= tracked.offered_blocks or not (ids := block_ids()):
             return
         first = tracked.offered_blocks
         tracked.offered_blocks = self._saves.offer(
-            tracked.request, self._namespace, block_ids(), first, end
+            tracked.request, self._namespace, ids, first, end
         )
         if self._events is not None:
             self._events.describe(tracked.request, first, tracked.offered_blocks)
@@ -249,11 +280,38 @@ class SchedulerHalf:
             )
 
 
+def _kept_apart(
+    fingerprint: NamespaceFingerprint, block_format: BlockFormat, altered_by: str | None
+) -> tuple[NamespaceId, dict[str, str]]:
+    """The namespace, and what went into it, of blocks that are not just what the model computes."""
+    base, parts = fingerprint.id, dict(fingerprint.parts)
+    if block_format != EXACT:
+        base = _derived(base, block_format.encode())
+        parts["block_format"] = block_format
+    if altered_by is not None:
+        base = _derived(base, b"altered by " + altered_by.encode())
+        parts["altered_by"] = altered_by
+    return base, parts
+
+
+def _line_to_server(config: Config, identity: EngineIdentity, *, persistent: bool) -> CacheLink:
+    """The line to the server that there is, or to one that is started for it."""
+    hello = identity.hello("engine", persistent=persistent)
+    server = None
+    if config.server == "embedded":
+        server = EmbeddedServer(
+            config,
+            identity.socket,
+            block_bytes=identity.block_bytes,
+            block_format=identity.block_format,
+        )
+    return CacheLink(config, identity.socket, hello, server)
+
+
 def _derived(base: NamespaceId, distinction: bytes) -> NamespaceId:
     """A namespace of its own for what *distinction* tells from the blocks of *base*."""
     return blake3(base + distinction).digest(length=NAMESPACE_ID_BYTES)
 
 
-def _block_ids(state: KVConnectorBlockState, request_id: str) -> list[int]:
-    groups = state.get_block_ids(request_id)
-    return groups[0] if groups else []
+def _block_ids(state: KVConnectorBlockState, request_id: str) -> BlockIds:
+    return state.get_block_ids(request_id) or ()

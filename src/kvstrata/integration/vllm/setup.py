@@ -1,16 +1,20 @@
 """What both halves derive alike from vLLM's configuration: who this engine is to the server."""
 
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import EXACT, BlockFormat
-from kvstrata.integration.vllm.blocks import DEFAULT_TOKENS_PER_BLOCK
+from kvstrata.integration.vllm.blocks import DEFAULT_TOKENS_PER_BLOCK, BlockMath, GroupMath
+from kvstrata.integration.vllm.compat import tokens_per_hash
 from kvstrata.integration.vllm.geometry import DeviceGeometry, geometry_from_config
+from kvstrata.integration.vllm.layerwise import check_layerwise
+from kvstrata.integration.vllm.ranks import SlotRegions, slot_regions
 from kvstrata.server import protocol as p
 from kvstrata.server.sockets import embedded_socket
 from kvstrata.storage.quantize import element_type_of
@@ -23,40 +27,58 @@ class EngineIdentity:
     session: str
     socket: Path
     geometry: DeviceGeometry
+    math: BlockMath
     tokens_per_block: int
     world_size: int
+    regions: SlotRegions
     block_format: BlockFormat
 
     @classmethod
     def of(
-        cls, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+        cls,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        stage: int = 0,
     ) -> "EngineIdentity":
-        """Raises ``ConfigError`` for a model, or a block size, that is not supported."""
+        """*kv_cache_config* is that of pipeline stage *stage*; the scheduler's is the first's.
+
+        Raises ``ConfigError`` for a model, or a block size, that is not supported.
+        """
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.engine_id is None:
             raise ConfigError("vLLM was started without --kv-transfer-config")
         geometry = geometry_from_config(vllm_config, kv_cache_config)
-        tokens = config.tokens_per_block or _default_tokens(geometry.block_size)
-        hash_tokens = kv_cache_config.hash_block_size or geometry.block_size
-        if tokens % geometry.block_size or tokens % hash_tokens:
+        check_layerwise(config, vllm_config, geometry)
+        hash_tokens = tokens_per_hash(vllm_config, kv_cache_config)
+        tokens = config.tokens_per_block or _default_tokens(geometry, hash_tokens)
+        geometry.check_block(tokens)
+        if tokens % hash_tokens:
             raise ConfigError(
-                f"tokens_per_block = {tokens} is no multiple of vLLM's block size of "
-                f"{geometry.block_size} tokens and hash size of {hash_tokens}",
-                hint=f"set tokens_per_block to a multiple of {geometry.block_size}",
+                f"tokens_per_block = {tokens} is no multiple of the {hash_tokens} tokens of one of "
+                "vLLM's block hashes",
+                hint=f"set tokens_per_block to a multiple of {lcm(geometry.block_size, hash_tokens)}",
             )
         return cls(
             session=transfer.engine_id,
             socket=config.socket or embedded_socket(transfer.engine_id),
             geometry=geometry,
+            math=BlockMath(
+                tuple(GroupMath(each.block_size, each.reach) for each in geometry.groups),
+                hash_tokens,
+                tokens,
+            ),
             tokens_per_block=tokens,
             world_size=vllm_config.parallel_config.world_size,
+            regions=slot_regions(vllm_config, kv_cache_config, geometry, tokens, stage=stage),
             block_format=_block_format(config, kv_cache_config),
         )
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all ranks."""
-        return self.geometry.rank_bytes(self.tokens_per_block) * self.world_size
+        return self.regions.block_bytes
 
     def hello(self, role: str, *, rank: int = 0, persistent: bool = True) -> p.Hello:
         return p.Hello(
@@ -76,12 +98,25 @@ def _block_format(config: Config, kv_cache_config: KVCacheConfig) -> BlockFormat
     """Raises ``ConfigError`` for a KV cache that has no lossy form."""
     if config.block_format == EXACT:
         return EXACT
-    dtype = kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype
-    block_format = f"{config.block_format} {str(dtype).removeprefix('torch.')}"
+    dtypes = {
+        str(spec.dtype).removeprefix("torch.")
+        for group in kv_cache_config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    }
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"block_format = {config.block_format} for a KV cache of several types: "
+            f"{', '.join(sorted(dtypes))}",
+            hint="leave block_format at exact",
+        )
+    block_format = f"{config.block_format} {dtypes.pop()}"
     element_type_of(block_format)
     return block_format
 
 
-def _default_tokens(block_size: int) -> int:
-    """The smallest multiple of *block_size* that is worth a slot of its own."""
-    return -(-DEFAULT_TOKENS_PER_BLOCK // block_size) * block_size
+def _default_tokens(geometry: DeviceGeometry, hash_tokens: int) -> int:
+    """The smallest number that is worth a slot of its own; less where the model's reach is short."""
+    step = lcm(geometry.block_size, hash_tokens)
+    tokens = -(-DEFAULT_TOKENS_PER_BLOCK // step) * step
+    fits = all(group.reach.holds(tokens, group.block_size) for group in geometry.groups)
+    return tokens if fits else step

@@ -34,6 +34,9 @@ class TinyLlama:
 
     An engine may choose a shorter type than ``float32`` unless told otherwise: pass the same
     ``dtype`` to vLLM. There is no end token: generation runs to ``max_tokens``.
+
+    With a *window*, all layers but the last *full_layers* attend over that many tokens only: as in
+    Mistral if there are none of them, else as in Gemma.
     """
 
     hidden_size: int = 256
@@ -44,6 +47,8 @@ class TinyLlama:
     head_dim: int = 32
     vocab_size: int = 1024
     max_position: int = 8192
+    window: int | None = None
+    full_layers: int = 0
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     seed: int = 0
 
@@ -63,7 +68,12 @@ def write_tiny_llama(folder: Path, model: TinyLlama | None = None) -> Path:
 
 
 def _config(model: TinyLlama) -> dict[str, Any]:
-    return {
+    windows = {}
+    if model.window is not None:
+        sliding = model.layers - model.full_layers
+        types = ["sliding_attention"] * sliding + ["full_attention"] * model.full_layers
+        windows = {"sliding_window": model.window, "layer_types": types}
+    return windows | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": model.dtype,

@@ -6,22 +6,25 @@ costs the engine a recompute and never wrong bytes.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, ServerUnavailable
+from kvstrata.integration.vllm.blend.slots import SlotPages
 from kvstrata.integration.vllm.geometry import (
     DeviceGeometry,
     geometry_from_config,
     pages_from_tensors,
 )
-from kvstrata.integration.vllm.metadata import Load, Save, StepPlan, WorkerReport
+from kvstrata.integration.vllm.layerwise import LayerJobs
+from kvstrata.integration.vllm.metadata import NULL_BLOCK, Load, Save, StepPlan, WorkerReport
+from kvstrata.integration.vllm.ranks import Region
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.cpu import CpuPageCopier
 from kvstrata.transfer.device import DeviceCopier
@@ -42,10 +45,17 @@ _COPY_HERE_BYTES: Final = 16 << 20  # of loads in an idle step; takes no longer 
 class WorkerSettings:
     """What the worker half needs of the configuration."""
 
-    rank: int  # this worker's region in every slot
-    world_size: int
+    region: Region
     tokens_per_block: int
     load_timeout_seconds: float = 10.0
+    layerwise: bool = False
+
+
+class _Piece(NamedTuple):
+    """What one job copies."""
+
+    runs: list[Run]
+    blocks: int
 
 
 @dataclass(slots=True)
@@ -55,10 +65,13 @@ class _Task:
     task_id: int
     request_id: str | None  # None for a save
     deadline: float  # of the clock; only loads have one
+    device_blocks: list[int]
     jobs: list[Handle[Copied]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # of each job
-    pending: int = 0  # jobs that may still run
+    pending: int = 0  # jobs that have not ended
     failed: bool = False
+    is_shared: bool = False  # its jobs copy other tasks too, and note their doubts here
+    doubt: object = None
 
     @property
     def is_save(self) -> bool:
@@ -66,13 +79,22 @@ class _Task:
 
     @property
     def whole_blocks(self) -> int:
-        """The leading blocks whose copies have ended as they should."""
+        """The leading blocks whose copies have ended as they should.
+
+        Of a save layer by layer none: some layer is missing in all of them.
+        """
+        if self.is_shared:
+            return 0
         whole = 0
         for handle, blocks in zip(self.jobs, self.blocks, strict=True):
             if _problem(handle) is not None:
                 break
             whole += blocks
         return whole
+
+
+_Begin = tuple[_Task, Callable[[], list[_Piece]]]  # a task, and what splits it
+_Copy = tuple[_Task, RankSlots, list[Run]]  # a part of a task
 
 
 class WorkerHalf:
@@ -82,6 +104,8 @@ class WorkerHalf:
       deadline has passed and its copy has certainly stopped.
     * A hook never raises on account of a copy and never waits, but in an idle step: ``start_load``
       copies up to 16 MiB itself, ``collect`` waits up to 2 ms.
+    * Layerwise the step that has a load ends only when the load has: ``wait_for_layer`` and
+      ``collect`` wait for it, up to its deadline.
     * ``mapping`` may be set by another thread at any time; a task keeps the one it began with.
     """
 
@@ -98,13 +122,18 @@ class WorkerHalf:
         self.geometry: DeviceGeometry = geometry_from_config(vllm_config, kv_cache_config)
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._per_slot = self.geometry.device_blocks_per_block(settings.tokens_per_block)
+        groups, tokens = self.geometry.groups, settings.tokens_per_block
+        self._per_slot = tuple(tokens // group.block_size for group in groups)
+        self._group_bytes = tuple(group.rank_bytes(tokens) for group in groups)
         self._rank_bytes = self.geometry.rank_bytes(settings.tokens_per_block)
         self._clock = clock
-        self._copier: DeviceCopier | None = None
+        self._copiers: list[DeviceCopier] = []  # of each group
         self._lanes = Lanes[Copied](threads=1)
         self._loads: dict[int, _Task] = {}  # by task id, oldest first
-        self._task_of: dict[Handle[Copied], _Task] = {}
+        self._tasks_of: dict[Handle[Copied], list[_Task]] = {}
+        self._layer_loads: LayerJobs | None = None  # of this step
+        self._layer_saves: LayerJobs | None = None  # of this step
+        self._invalid: set[int] = set()  # device blocks of layerwise loads that have failed
         self._received: set[str] = set()
         self._not_received: set[str] = set()
         self._report = WorkerReport()
@@ -114,30 +143,75 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's paged tensors; ``ConfigError`` if they are not as planned."""
         pages = pages_from_tensors(kv_caches, self.geometry, self._kv_cache_config)
-        device = pages[0].device.type
+        device = pages[0][0].device.type
         if device != "cpu":
             raise ConfigError(
                 f"KV cache on {device!r}: this version of KVStrata copies on 'cpu' only",
                 hint="run vLLM without the connector (drop --kv-transfer-config)",
             )
-        self._copier = CpuPageCopier([page.numpy() for page in pages])
+        self._copiers = [CpuPageCopier([page.numpy() for page in group]) for group in pages]
 
     def start_load(self, plan: StepPlan) -> None:
-        """Begin the plan's loads (vLLM ``start_load_kv``)."""
+        """Begin the plan's loads (vLLM ``start_load_kv``), and in an idle step its saves.
+
+        Before 0.31 vLLM calls no ``wait_for_save`` in a step without a forward.
+        """
         self._idle = plan.idle
         deadline = self._clock() + self._settings.load_timeout_seconds
         slots = sum(len(load.slots) for load in plan.loads)
         self._copy_here = plan.idle and slots * self._rank_bytes <= _COPY_HERE_BYTES
+        loads: list[_Begin] = []
         for load in plan.loads:
-            task = _Task(load.task_id, load.request_id, deadline)
+            task = _Task(load.task_id, load.request_id, deadline, load.device_blocks)
             self._loads[load.task_id] = task
-            self._start(task, plan.server_id, partial(self._runs_of_load, load))
+            loads.append((task, partial(self._load_pieces, load)))
+        if loads and self._settings.layerwise:
+            self._layer_loads = self._layer_jobs(loads, plan.server_id)
+            self._layer_loads.start_all()
+        else:
+            for task, pieces in loads:
+                self._start(task, plan.server_id, pieces)
+        if plan.idle:
+            self._start_saves(plan)
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Block until this step's loads have filled *layer* (vLLM ``wait_for_layer_load``)."""
+        if self._loads and (jobs := self._layer_loads) is not None:
+            self._wait_for(jobs.of(layer))
+
+    def save_layer(self, plan: StepPlan, layer: str) -> None:
+        """Begin the plan's saves of *layer*, whose attention has run (vLLM ``save_kv_layer``).
+
+        What they copy was computed by earlier steps, and this one leaves it alone.
+        """
+        if not plan.saves or not self._settings.layerwise:
+            return
+        if self._layer_saves is None:
+            self._layer_saves = self._layer_jobs(list(self._saves_of(plan)), plan.server_id)
+        self._layer_saves.start(layer)
 
     def start_save(self, plan: StepPlan) -> None:
         """Begin the plan's saves (vLLM ``wait_for_save``): this step's forward has written."""
+        jobs, self._layer_saves = self._layer_saves, None
+        if jobs is not None:
+            jobs.start_all()
+        elif not plan.idle:
+            self._start_saves(plan)
+
+    def _start_saves(self, plan: StepPlan) -> None:
+        for task, pieces in self._saves_of(plan):
+            self._start(task, plan.server_id, pieces)
+
+    def _saves_of(self, plan: StepPlan) -> Iterator[_Begin]:
         for save in plan.saves:
-            task = _Task(save.task_id, None, deadline=float("inf"))
-            self._start(task, plan.server_id, partial(self._runs_of_save, save))
+            task = _Task(save.task_id, None, float("inf"), save.device_blocks)
+            yield task, partial(self._save_pieces, save)
+
+    def refuse_saves(self, plan: StepPlan, why: str) -> None:
+        """Report the plan's saves as failed: its blocks are not what they are named after."""
+        for task, _ in self._saves_of(plan):
+            self._fail(task, why)
+            self._finish(task)
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those of them whose load failed.
@@ -145,6 +219,9 @@ class WorkerHalf:
         In an idle step with a load running it waits up to 2 ms for one to end.
         """
         give_up = self._clock() + _IDLE_WAIT_SECONDS
+        if (jobs := self._layer_loads) is not None:
+            self._wait_for(jobs.all())
+            self._layer_loads = None
         self._reap()
         while self._idle and self._loads and not self._received:
             if (left := give_up - self._clock()) <= 0 or not self._lanes.wait(left):
@@ -153,6 +230,11 @@ class WorkerHalf:
         received, self._received = self._received, set()
         failed, self._not_received = self._not_received, set()
         return received, failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Device blocks of layerwise loads that have failed in this step, whole or in part."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
     def report(self) -> WorkerReport | None:
         """Tasks that ended up to the last ``collect``; None if there is nothing to say."""
@@ -164,40 +246,103 @@ class WorkerHalf:
         if not self._lanes.close(_SHUTDOWN_SECONDS):
             _log.warning("a copy still runs %s s after shutdown", _SHUTDOWN_SECONDS)
 
-    def _start(self, task: _Task, server_id: bytes, split: Callable[[], list[list[Run]]]) -> None:
+    def slot_pages(self) -> SlotPages:
+        """How the pages of this worker lie in a slot, of a model with one KV cache group."""
+        (group,), (per_slot,) = self.geometry.groups, self._per_slot
+        return SlotPages(self._settings.region.start_bytes, group.page_bytes, per_slot)
+
+    def _start(self, task: _Task, server_id: bytes, split: Callable[[], list[_Piece]]) -> None:
         """Submit *task*; if that is impossible it has failed, and is reported as any other."""
         make_job, lane = (save_job, Lane.SAVE) if task.is_save else (load_job, Lane.LOAD)
         here = self._copy_here and not task.is_save
         begin = self._lanes.run if here else self._lanes.submit
         try:
-            copier, slots = self._ends_of_copies(server_id)
-            for runs in split():
-                handle = begin(make_job(copier, slots, runs), lane)
+            slots = self._host_side(server_id)
+            for piece in split():
+                handle = begin(make_job(self._copiers, slots, piece.runs), lane)
                 if handle.outcome is Outcome.REFUSED:
                     self._fail(task, "too many copies are waiting", len(task.jobs))
                     break
                 task.jobs.append(handle)
-                task.blocks.append(len(runs))
-                self._task_of[handle] = task
+                task.blocks.append(piece.blocks)
+                self._tasks_of[handle] = [task]
         except KVStrataError as e:
             self._fail(task, e)
         task.pending = len(task.jobs)
         if task.pending == 0:
             self._finish(task)
 
-    def _ends_of_copies(self, server_id: bytes) -> tuple[DeviceCopier, RankSlots]:
+    def _layer_jobs(self, tasks: list[_Begin], server_id: bytes) -> LayerJobs:
+        """Jobs for all layers of *tasks*, which are all loads or all saves.
+
+        A task with nothing to copy, or that cannot be copied, has ended at once.
+        """
+        layers = self.geometry.layers
+        copies: list[_Copy] = []
+        for task, split in tasks:
+            task.is_shared = True
+            try:
+                slots = self._host_side(server_id)
+                copies += [(task, slots, piece.runs) for piece in split()]
+            except KVStrataError as e:
+                self._fail(task, e)
+        # A layer of so many pieces of saves is not more than one piece, behind which a load waits.
+        size = len(layers) if tasks and tasks[0][0].is_save else max(1, len(copies))
+        batches = [copies[i : i + size] for i in range(0, len(copies), size)]
+        for task, _ in tasks:
+            task.pending = len(layers) * sum(any(task is t for t, *_ in b) for b in batches)
+            if task.pending == 0:
+                self._finish(task)
+        return LayerJobs(
+            layers, lambda layer: [self._submit_layer(layer, batch) for batch in batches]
+        )
+
+    def _submit_layer(self, layer: int, batch: "list[_Copy]") -> Handle[Copied]:
+        is_save = batch[0][0].is_save
+        make_job, lane = (save_job, Lane.SAVE) if is_save else (load_job, Lane.LOAD)
+
+        def job(handle: Handle[Copied]) -> Copied:
+            for task, slots, runs in batch:
+                if task.doubt is not None:
+                    continue
+                try:
+                    copied = make_job(self._copiers, slots, runs, layer)(handle)
+                except Exception as e:  # noqa: BLE001 - thread top: that of one task of several
+                    task.doubt = e
+                else:
+                    task.doubt = None if copied is Copied.WHOLE else copied.value
+            return Copied.WHOLE
+
+        handle = self._lanes.submit(job, lane)
+        tasks = list({task.task_id: task for task, *_ in batch}.values())
+        self._tasks_of[handle] = tasks
+        for task in tasks:
+            task.jobs.append(handle)
+        if handle.outcome is Outcome.REFUSED:
+            self._end_job(handle)
+        return handle
+
+    def _wait_for(self, handles: list[Handle[Copied]]) -> None:
+        """Until *handles* have ended; those that have not by the loads' deadline are stopped."""
+        deadline = min((task.deadline for task in self._loads.values()), default=0.0)
+        for handle in handles:
+            if self._lanes.wait_for(handle, max(0.0, deadline - self._clock())):
+                continue
+            self._lanes.cancel(handle)
+            self._lanes.wait_for(handle)  # it copies a page at a time and looks whether to stop
+
+    def _host_side(self, server_id: bytes) -> RankSlots:
         mapping = self.mapping
-        if self._copier is None:
+        if not self._copiers:
             raise InvariantViolated("a plan came before the KV caches were registered")
         if mapping is None or mapping.server_id != server_id:
             raise ServerUnavailable("the host tier of the plan is not mapped here")
-        if mapping.slot_bytes < self._rank_bytes * self._settings.world_size:
+        region = self._settings.region
+        if mapping.slot_bytes < region.block_bytes:
             raise InvariantViolated(
-                f"slots of {mapping.slot_bytes} bytes for {self._settings.world_size} ranks "
-                f"of {self._rank_bytes} bytes"
+                f"slots of {mapping.slot_bytes} bytes for blocks of {region.block_bytes}"
             )
-        start_bytes = self._settings.rank * self._rank_bytes
-        return self._copier, RankSlots(mapping, start_bytes, self._rank_bytes)
+        return RankSlots(mapping, region.start_bytes, self._group_bytes)
 
     def _reap(self) -> None:
         """Stop loads that missed their deadline, and take in what has ended."""
@@ -208,9 +353,13 @@ class WorkerHalf:
             for handle in task.jobs:
                 self._lanes.cancel(handle)
         for handle in self._lanes.poll():
-            task = self._task_of.pop(handle)
+            self._end_job(handle)
+
+    def _end_job(self, handle: Handle[Copied]) -> None:
+        for task in self._tasks_of.pop(handle):
             task.pending -= 1
-            if (problem := _problem(handle)) is not None:
+            problem = _problem(handle) if task.doubt is None else task.doubt
+            if problem is not None:
                 self._fail(task, problem, task.jobs.index(handle))
             if task.pending == 0:
                 self._finish(task)
@@ -225,8 +374,9 @@ class WorkerHalf:
         task.failed = True
         kind = "save" if task.is_save else f"load of request {task.request_id}"
         _log.warning("%s (task %d) failed: %s", kind, task.task_id, problem)
-        for handle in task.jobs[first if task.is_save else 0 :]:
-            self._lanes.cancel(handle)
+        if not task.is_shared:
+            for handle in task.jobs[first if task.is_save else 0 :]:
+                self._lanes.cancel(handle)
 
     def _finish(self, task: _Task) -> None:
         """Put an ended task into the next report."""
@@ -236,30 +386,40 @@ class WorkerHalf:
                 self._report.save_failed[task.task_id] = task.whole_blocks
             return
         del self._loads[task.task_id]
-        self._received.add(task.request_id)
         self._report.load_done[task.task_id] = 1
         if task.failed:
-            self._not_received.add(task.request_id)
             self._report.load_failed.add(task.task_id)
+        if self._settings.layerwise:  # vLLM waits for no word of it, and asks for bad blocks alone
+            if task.failed:
+                self._invalid |= {*task.device_blocks} - {NULL_BLOCK}
+            return
+        self._received.add(task.request_id)
+        if task.failed:
+            self._not_received.add(task.request_id)
 
-    def _runs_of_load(self, load: Load) -> list[list[Run]]:
-        slots = list(zip(load.slots, load.generations, strict=False))
-        return [
-            split_runs(
-                load.device_blocks, slots, first_offset=load.first_offset, per_slot=self._per_slot
-            )
-        ]
+    def _load_pieces(self, load: Load) -> list[_Piece]:
+        return [self._piece(load, 0, len(load.slots))]
 
-    def _runs_of_save(self, save: Save) -> list[list[Run]]:
-        """In pieces, so that a load need not wait for all of a large save."""
-        slots = list(zip(save.slots, save.generations, strict=False))
-        runs = split_runs(save.device_blocks, slots, first_offset=0, per_slot=self._per_slot)
-        if len(save.device_blocks) % self._per_slot:
-            raise InvariantViolated(
-                f"save of {len(save.device_blocks)} device blocks: no whole block"
-            )
+    def _save_pieces(self, save: Save) -> list[_Piece]:
+        """In pieces, so that a load need not wait for all of a large save.
+
+        None where another rank saves the same bytes: this one's share has ended at once.
+        """
+        if not self._settings.region.saves:
+            return []
+        if NULL_BLOCK in save.device_blocks:
+            raise InvariantViolated(f"save of a device block that is none: {save.device_blocks}")
         step = max(1, _SAVE_PIECE_BYTES // self._rank_bytes)
-        return [runs[i : i + step] for i in range(0, len(runs), step)]
+        return [self._piece(save, i, i + step) for i in range(0, max(1, len(save.slots)), step)]
+
+    def _piece(self, task: Load | Save, first: int, end: int) -> _Piece:
+        """Slots *first* to *end* of *task*."""
+        slots = list(zip(task.slots, task.generations, strict=False))[first:end]
+        per_slot = sum(self._per_slot)
+        last = end * per_slot if end < len(task.slots) else None  # too many are noticed
+        blocks = task.device_blocks[first * per_slot : last]
+        runs = split_runs(blocks, slots, per_slot=self._per_slot, absent=NULL_BLOCK)
+        return _Piece(runs, len(slots))
 
 
 def _problem(handle: Handle[Copied]) -> object | None:

@@ -12,6 +12,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from typing import Any, Final
 
 import msgspec
@@ -160,6 +161,7 @@ def join(store: Any, orders: Orders) -> Joined | Failed:
         return Failed("unreachable", e.strerror or str(e))
     local_host = orders.local_host or towards_master
     os.environ.setdefault("MC_TCP_BIND_ADDRESS", local_host)  # that it tells a metadata server
+    began = time.monotonic()
     code = store.setup(
         local_host,
         orders.metadata,
@@ -169,6 +171,8 @@ def join(store: Any, orders: Orders) -> Joined | Failed:
         orders.devices,
         orders.master,
     )
+    if code != 0 and time.monotonic() - began >= orders.connect_seconds:
+        return Failed("timeout", f"the master does not answer in time ({code})")
     if code != 0:
         return Failed("unreachable", f"what listens there does not let us join a pool ({code})")
     return Joined(address)

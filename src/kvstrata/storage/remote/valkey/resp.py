@@ -12,7 +12,7 @@ from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket
 __all__ = ["ASKING", "ErrorReply", "NotRespError", "RespReader", "get_command", "set_command"]
 
 _SCRATCH_BYTES: Final = 1024  # what is read too far is copied, so it is small
-_PIECE_BYTES: Final = 1 << 20  # of a value: it is still in the cache when it is looked at
+_PIECE_BYTES: Final = 128 << 10  # of a value: it is still in the cache when it is looked at
 _END: Final = b"\r\n"
 ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 """Tells a server of a cluster that another has sent us on for the next command alone."""

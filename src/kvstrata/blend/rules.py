@@ -1,0 +1,176 @@
+"""The rules by which the tokens to recompute can be chosen."""
+
+from collections.abc import Generator
+from typing import ClassVar, Final
+
+import numpy as np
+
+from kvstrata.blend.plan import BlendPlan, Positions
+from kvstrata.blend.selection import (
+    Offer,
+    Rule,
+    ScoreAttention,
+    ScoreDeviation,
+    Scores,
+    Step,
+    highest,
+    union,
+)
+from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
+from kvstrata.core.errors import ConfigError, InvariantViolated
+
+__all__ = [
+    "BoundaryRule",
+    "FullRule",
+    "HkvdRule",
+    "QueryRule",
+    "RandomRule",
+    "TwoRoundQueryRule",
+]
+
+SINK_TOKENS: Final = 4
+PROBE_TOKENS: Final = 64
+_BALANCED: Final = RECOMPUTE_RATIOS["balanced"]
+
+
+class BoundaryRule(Rule):
+    """The first and the last tokens of each run, whatever is in it.
+
+    Without last tokens this is LegoLink (EPIC, arXiv:2410.15332).
+    """
+
+    def __init__(self, *, first_tokens: int = 2, last_tokens: int = 2) -> None:
+        super().__init__(0.0, first_tokens=first_tokens, last_tokens=last_tokens)
+
+
+class FullRule(Rule):
+    """Every token that is not exact: what blending is to be compared with."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, first_tokens=0)
+
+
+class RandomRule(Rule):
+    """Tokens by lot: what every other rule has to beat."""
+
+    def __init__(
+        self, ratio: float = _BALANCED, *, seed: int, sink_tokens: int = SINK_TOKENS
+    ) -> None:
+        """The same *seed* and plan give the same tokens."""
+        super().__init__(ratio, first_tokens=sink_tokens)
+        self._seed = seed
+
+    def _chosen(
+        self, plan: BlendPlan, offer: Offer, allocated_tokens: int
+    ) -> Generator[Step, Scores, Positions]:
+        yield from ()
+        lots = np.random.default_rng(self._seed)
+        return np.sort(lots.choice(offer.candidates, offer.budget, replace=False))
+
+
+class HkvdRule(Rule):
+    """Tokens whose K and V deviate most in one early layer (CacheBlend, arXiv:2405.16444).
+
+    All tokens run through the layers up to that one, whose K and V are then exact and stay. It
+    asks nothing of the prompt's end, so that the choice serves any question.
+    """
+
+    def __init__(
+        self,
+        ratio: float = _BALANCED,
+        *,
+        layer: int,
+        layers: int,
+        sink_tokens: int = SINK_TOKENS,
+    ) -> None:
+        """
+        Args:
+            layer: Where to compare, from 0. Layer 1 is too early for some models: calibrate it.
+            layers: How many the model has.
+        """
+        if not 0 <= layer < layers:
+            raise ConfigError(
+                f"layer {layer} of a model with {layers}",
+                hint=f"compare K and V in a layer from 0 to {layers - 1}",
+            )
+        super().__init__(ratio, first_tokens=sink_tokens)
+        self._layer = layer
+        self._share = (layer + 1) / layers
+
+    def _chosen(
+        self, plan: BlendPlan, offer: Offer, allocated_tokens: int
+    ) -> Generator[Step, Scores, Positions]:
+        everything = union(offer.mandatory, offer.candidates)
+        scores = yield ScoreDeviation(everything, self._layer)
+        return highest(scores, offer.candidates, offer.budget)
+
+    def _scoring_tokens(self, plan: BlendPlan, offer: Offer) -> float:
+        return self._share * (len(offer.mandatory) + len(offer.candidates))
+
+
+class QueryRule(Rule):
+    """Tokens that the end of the prompt attends to most (ProphetKV, arXiv:2602.02579).
+
+    The choice serves that question and no other: such KV must not be taken for exact by a later
+    turn of the same conversation.
+    """
+
+    rounds: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        ratio: float = _BALANCED,
+        *,
+        sink_tokens: int = SINK_TOKENS,
+        probe_tokens: int = PROBE_TOKENS,
+        scored_share: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            probe_tokens: How many of the last tokens of the prompt ask.
+            scored_share: Of the model's layers, those up to the last that is scored; for
+                ``work_tokens``.
+        """
+        if probe_tokens < 1 or not 0 < scored_share <= 1:
+            raise ConfigError(
+                f"{probe_tokens} tokens cannot ask {scored_share:g} of the layers",
+                hint="let at least one token ask, and a share of the layers above 0, at most 1",
+            )
+        super().__init__(ratio, first_tokens=sink_tokens)
+        self._probe_tokens = probe_tokens
+        self._scored_share = scored_share
+
+    def _chosen(
+        self, plan: BlendPlan, offer: Offer, allocated_tokens: int
+    ) -> Generator[Step, Scores, Positions]:
+        if allocated_tokens <= plan.end:
+            raise InvariantViolated(
+                f"no token to ask with: the plan ends at {plan.end}, the cache at {allocated_tokens}"
+            )
+        asking = np.arange(plan.asking_from, allocated_tokens)
+        chosen, fresh = np.empty(0, np.int64), offer.mandatory
+        for number in range(1, self.rounds + 1):
+            probes = np.concatenate((chosen, asking[-self._probe_tokens :]))
+            scores = yield ScoreAttention(np.union1d(fresh, asking), probes)
+            rest = np.setdiff1d(offer.candidates, chosen, assume_unique=True)
+            due = -(-offer.budget * number // self.rounds) - len(chosen)
+            fresh = highest(scores, rest, due)
+            chosen = union(chosen, fresh)
+        return chosen
+
+    def _scoring_tokens(self, plan: BlendPlan, offer: Offer) -> float:
+        behind = plan.prompt_tokens - plan.end
+        asking = plan.prompt_tokens - plan.asking_from
+        before_last = offer.budget * (self.rounds - 1) / self.rounds
+        run = len(offer.mandatory) + behind + before_last + (self.rounds - 1) * asking
+        return self._scored_share * run
+
+
+class TwoRoundQueryRule(QueryRule):
+    """``QueryRule`` with half of the tokens, and then what they and the prompt's end attend to.
+
+    A token that matters only through another, which was itself computed without it, is seen in the
+    second round alone.
+    """
+
+    rounds: ClassVar[int] = 2

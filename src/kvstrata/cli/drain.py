@@ -1,0 +1,77 @@
+"""`kvstrata drain`: get a server ready to be stopped."""
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvstrata.cli.reporting import FAILED, JsonFlag, reported
+from kvstrata.cli.servers import SocketOption, ask, only_server
+from kvstrata.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvstrata.manager.report import CacheReport
+
+__all__ = ["drain"]
+
+_LOOK_SECONDS: Final = 0.2
+
+
+def drain(
+    *,
+    undo: Annotated[bool, typer.Option("--undo", help="Take saves again.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0, max=1e6, metavar="SECONDS", help="How long to wait for writes.")
+    ] = 60.0,
+    socket: SocketOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Have a cache server refuse saves, and write to the tiers below what only host memory has.
+
+    Engines go on, and blocks are loaded as before. Says when the server can be stopped and nothing
+    is lost that a disk or a remote tier can keep. Without such a tier that is at once, and what is in
+    host memory ends with the server. kvstrata drain --undo has it take saves again.
+
+    Exits with 1 if not all is written in time, or no server answers. With several servers give the
+    socket.
+    """
+    with reported():
+        path = only_server(socket)
+        ask(path, lambda client: client.drain(not undo), answer_seconds=_LONG_SECONDS)
+        report = _report(path)
+        deadline = time.monotonic() + timeout
+        while not undo and report.drain != "drained" and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)  # writing takes a while
+            report = _report(path)
+        waiting = {tier.tier: tier.waiting_blocks for tier in report.tiers if tier.tier != "host"}
+        if as_json:
+            shown = {"socket": str(path), "drain": report.drain, "waiting_blocks": waiting}
+            typer.echo(json.dumps(shown | {"running_saves": report.running_puts}, indent=2))
+        else:
+            typer.echo(f"{path}: {_said(report)}")
+        if not undo and report.drain != "drained":
+            raise typer.Exit(FAILED)
+
+
+_LONG_SECONDS: Final = 60.0  # until a large index has been looked through
+
+
+def _report(path: SocketOption) -> "CacheReport":
+    ((_, report),) = ask(path, lambda client: client.stats())
+    if report is None:
+        raise ConfigError("this server has no tiers yet", hint="start an engine with it")
+    return report
+
+
+def _said(report: "CacheReport") -> str:
+    if report.drain == "off":
+        return "saves are taken"
+    off = [tier.tier for tier in report.tiers if tier.switched_off]
+    waiting = sum(tier.waiting_blocks for tier in report.tiers)
+    if report.drain == "draining":
+        why = f"; switched off after failures: {', '.join(off)}" if off else ""
+        return f"not safe to stop: {waiting:,} blocks wait, {report.running_puts} saves run{why}"
+    if len(report.tiers) == 1:
+        return "safe to stop; there is no tier below: what is in host memory ends with the server"
+    return "safe to stop: all blocks are written; undo with kvstrata drain --undo"

@@ -1,0 +1,150 @@
+"""`kvstrata top`: a cache server in the terminal, live."""
+
+import json
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvstrata.cli.reporting import FAILED, JsonFlag, reported
+from kvstrata.cli.servers import SocketOption, only_server
+from kvstrata.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvstrata.server.page.sampler import Sampler
+
+__all__ = ["top"]
+
+_QUIT: Final = (b"q", b"Q", b"\x03", b"\x04")
+
+
+def top(
+    *,
+    socket: SocketOption = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=3600, metavar="SECONDS", help="Between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look for one interval, print, end.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a cache server live: tiers, hit rate, traffic, hottest prompts; q quits.
+
+    --once prints one picture, also where there is no terminal; with --json as JSON. With several
+    servers give the socket.
+
+    Exits with 1 if no server answers, at the start or with --once.
+    """
+    with reported():
+        if as_json and not once:
+            raise ConfigError("--json prints once", hint="give --once, too")
+        if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise ConfigError("this is no terminal", hint="give --once")
+        from kvstrata.server.page.sampler import Sampler
+
+        sampler = Sampler(only_server(socket), always_hottest=True)
+        try:
+            sampler.look()
+            problem = sampler.seen().problem
+            if sampler.seen().report is None and problem:
+                typer.echo(f"error: {sampler.seen().socket}: {problem}", err=True)
+                raise typer.Exit(FAILED)
+            if once:
+                time.sleep(interval)  # what happens in it is shown
+                sampler.look()
+                _print_once(sampler, as_json=as_json)
+            else:
+                _live(sampler, interval)
+        finally:
+            sampler.close()
+
+
+def _print_once(sampler: "Sampler", *, as_json: bool) -> None:
+    import msgspec
+    from rich.console import Console
+
+    from kvstrata.cli.top_view import picture
+    from kvstrata.server.page.samples import activity
+
+    seen = sampler.seen()
+    if as_json:
+        summary = activity(seen.samples)
+        shown = msgspec.to_builtins(seen) | {
+            "activity": msgspec.to_builtins(summary) | {"hit_rate": summary.hit_rate}
+        }
+        del shown["samples"], shown["latest"]
+        typer.echo(json.dumps(shown, indent=2))
+    else:
+        Console(highlight=False).print(picture(seen))
+    if seen.problem:
+        raise typer.Exit(FAILED)
+
+
+def _live(sampler: "Sampler", interval: float) -> None:
+    """Until q, Ctrl-C, SIGTERM or the end of the terminal."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from kvstrata.cli.top_view import picture
+
+    console = Console(highlight=False)
+    with (
+        _signals() as caught,
+        _keys() as keyboard,
+        Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live,
+    ):
+        size, due = os.terminal_size((0, 0)), 0.0
+        while not caught:
+            now = time.monotonic()
+            is_due, drawn, size = now >= due, size, _size()
+            if is_due:
+                sampler.look()
+                due = now + interval
+            if is_due or size != drawn:  # a terminal that has another size is drawn anew at once
+                console.size = size
+                live.update(picture(sampler.seen(), height=size.lines), refresh=True)
+            ready, _, _ = select.select([keyboard], [], [], min(0.2, max(0.0, due - now)))
+            if ready:
+                said = os.read(keyboard, 32)
+                if not said or any(key in said for key in _QUIT):
+                    return
+
+
+def _size() -> os.terminal_size:
+    """The terminal's own, whatever COLUMNS and LINES say: readline leaves them to its children."""
+    size = os.get_terminal_size(sys.stdout.fileno())
+    return size if all(size) else os.terminal_size((80, 24))
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM that have come. As exceptions they are lost where none may be raised."""
+    caught: list[int] = []
+    asked = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda number, _: caught.append(number)) for each in asked]
+    try:
+        yield caught
+    finally:
+        for each, handler in zip(asked, before, strict=True):
+            signal.signal(each, handler)
+
+
+@contextmanager
+def _keys() -> Iterator[int]:
+    """Standard input, key by key and unseen; as it was at the end."""
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    try:
+        tty.setcbreak(keyboard)
+        yield keyboard
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

@@ -1,0 +1,234 @@
+"""`kvstrata warm`: bring prompts up into host memory before somebody asks for them."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+
+from kvstrata.cli.reporting import FAILED, JsonFlag, reported
+from kvstrata.cli.servers import SocketOption, bytes_as_given, only_server
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
+
+if TYPE_CHECKING:
+    from kvstrata.core.keys import Keys
+    from kvstrata.core.types import NamespaceId
+    from kvstrata.server.client import ManagerClient
+    from kvstrata.server.warming import Warmed
+
+__all__ = ["warm"]
+
+_ANSWER_SECONDS: Final = 10.0
+_FILE_BYTES: Final = 256 << 20
+
+
+class _Prompt(NamedTuple):
+    name: str
+    namespace: "NamespaceId"
+    keys: "Keys"
+
+
+def warm(  # noqa: PLR0913 - each is an option
+    prompts: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="Prompts, one a line as JSON: a list of token ids, or a text; - is stdin.",
+        ),
+    ] = None,
+    *,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Model or folder whose tokenizer reads the texts."),
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(metavar="REQUEST", help="Instead: the prompt of a recent request, by its id."),
+    ] = None,
+    keys_from: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Instead: the keys of one prompt, as hex, one a line."),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="HEX", help="Of the engine that will ask; unset: the only one."),
+    ] = None,
+    socket: SocketOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Bring blocks of prompts up from disk or a remote tier into host memory, and show how far it is.
+
+    A prompt comes as far as its blocks are in some tier and host memory has room; others leave for it
+    as for any request. Prompts of tokens alone have keys that can be made here: not with LoRA, images or
+    a cache salt; that needs vLLM, and texts need transformers. With several servers give the socket.
+
+    Exits with 1 if some prompt is not whole in host memory at the end, or no server answers.
+    """
+    with reported():
+        from kvstrata.server.client import observe
+
+        if sum(each is not None for each in (prompts, request, keys_from)) != 1:
+            raise ConfigError(
+                "there are three ways to name prompts",
+                hint="give one of FILE, --request and --keys-from",
+            )
+        path = only_server(socket)
+        with closing(observe(path, timeout_seconds=_ANSWER_SECONDS)) as client:
+            if request is not None:
+                found = [_of_request(client, request)]
+            else:
+                where, parts = _namespace(client, namespace)
+                if keys_from is not None:
+                    keys = [
+                        bytes_as_given(each, BLOCK_KEY_BYTES, "a key")
+                        for each in _read(keys_from).split()
+                    ]
+                    found = [_Prompt(str(keys_from), where, keys)]
+                else:
+                    assert prompts is not None
+                    found = _of_file(prompts, where, parts, tokenizer)
+            _bring_up(client, found, as_json=as_json)
+
+
+def _bring_up(client: "ManagerClient", prompts: list[_Prompt], *, as_json: bool) -> None:
+    from kvstrata.server.warming import warm as bring_up
+
+    rows = []
+    with _shown() as show:
+        for prompt in prompts:
+
+            def progress(state: "Warmed", name: str = prompt.name) -> None:
+                show(name, state)
+
+            state = bring_up(client, prompt.namespace, prompt.keys, progress)
+            rows.append({"prompt": prompt.name, **state._asdict()})
+            if not as_json:
+                typer.echo(
+                    f"{prompt.name}: {state.host_blocks:,} of {state.asked_blocks:,} blocks are in "
+                    "host memory"
+                )
+    if as_json:
+        typer.echo(json.dumps({"prompts": rows}, indent=2))
+    if any(row["host_blocks"] != row["asked_blocks"] for row in rows):
+        raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str, "Warmed"], None]]:
+    """Draws how far it is, where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _name, _state: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(name: str, state: "Warmed") -> None:
+            bar.update(
+                task, description=name, completed=state.host_blocks, total=state.asked_blocks
+            )
+
+        yield show
+
+
+def _of_request(client: "ManagerClient", request: str) -> _Prompt:
+    for decision in reversed(client.explain(request)):
+        namespace, last = bytes.fromhex(decision.namespace), bytes.fromhex(decision.last_block)
+        keys = client.prompt(namespace, last) if last else []
+        if len(keys):
+            return _Prompt(request, namespace, keys)
+    raise ConfigError(
+        f"no block of a request {request!r} is known",
+        hint="only the last 4,096 lookups and saves are: name keys or prompts instead",
+    )
+
+
+def _namespace(client: "ManagerClient", given: str | None) -> "tuple[NamespaceId, dict[str, str]]":
+    report = client.stats()
+    known = {each.namespace: each.parts for each in report.namespaces} if report else {}
+    if given is not None:
+        return bytes_as_given(given, NAMESPACE_ID_BYTES, "a namespace"), known.get(given, {})
+    used = [name for name, parts in known.items() if parts]
+    if len(used) != 1:
+        raise ConfigError(
+            f"{len(used)} namespaces are in use: {', '.join(used) or 'none'}",
+            hint="name the one of the engine that will ask, as kvstrata inspect shows it: --namespace",
+        )
+    return bytes.fromhex(used[0]), known[used[0]]
+
+
+def _of_file(
+    file: Path, namespace: "NamespaceId", parts: dict[str, str], tokenizer: str | None
+) -> list[_Prompt]:
+    try:
+        from kvstrata.integration.vllm.prompt_keys import PromptKeys
+    except ImportError as e:
+        raise ConfigError(
+            f"keys are made from tokens as vLLM does it, and that is not here: {e}",
+            hint="run this where the engine runs, or use --keys-from or --request",
+        ) from e
+    rows = [
+        (number, _parsed(file, number, line))
+        for number, line in enumerate(_read(file).splitlines(), 1)
+        if line.strip()
+    ]
+    if not rows:
+        raise ConfigError(f"{file} holds no prompt")
+    encode = _encoder(tokenizer) if any(isinstance(row, str) for _, row in rows) else None
+    made = PromptKeys(parts)
+    prompts = []
+    for number, row in rows:
+        tokens = encode(row) if encode is not None and isinstance(row, str) else row
+        prompts.append(_Prompt(f"{file}:{number}", namespace, made.of(tokens)))
+    return prompts
+
+
+def _parsed(file: Path, number: int, line: str) -> Any:
+    """A list of token ids, or a text."""
+    try:
+        value = json.loads(line)
+    except ValueError as e:
+        raise ConfigError(
+            f"{file}:{number} is no JSON: {e}", hint='write [1, 2, 3] or "a text", one a line'
+        ) from e
+    is_ids = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    if not (is_ids or isinstance(value, str)):
+        raise ConfigError(f"{file}:{number} is neither a list of token ids nor a text")
+    return value
+
+
+def _encoder(tokenizer: str | None) -> Callable[[str], list[int]]:
+    if tokenizer is None:
+        raise ConfigError("there are texts among the prompts", hint="name their --tokenizer")
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+    except ImportError as e:
+        raise ConfigError(f"texts need transformers: {e}") from e
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--tokenizer {tokenizer!r} cannot be loaded: {e}") from e
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = loaded.encode(text)
+        return ids
+
+    return encode
+
+
+def _read(file: Path) -> str:
+    try:
+        if str(file) == "-":
+            return sys.stdin.read(_FILE_BYTES)
+        if file.stat().st_size > _FILE_BYTES:
+            raise ConfigError(f"{file} has more than {_FILE_BYTES:,} bytes", hint="split it")
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot read {file}: {e}") from e

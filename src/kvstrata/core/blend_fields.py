@@ -1,0 +1,121 @@
+"""The settings of blending, which only ``BlendConnector`` does."""
+
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.tier_fields import refuse_bool
+
+__all__ = ["RECOMPUTE_RATIOS", "BlendFields"]
+
+RECOMPUTE_RATIOS: Final = {"fast": 0.05, "balanced": 0.15, "safe": 0.30}
+
+
+def _on(value: bool) -> bool:
+    if value:
+        return value
+    raise ConfigError(
+        "keys that are not moved to their new positions are wrong",
+        hint="take position_correction away; KVStrataConnector reuses exact prefixes alone",
+    )
+
+
+def _ratio(value: object) -> object:
+    return RECOMPUTE_RATIOS.get(value, value) if isinstance(value, str) else refuse_bool(value)
+
+
+_Number = Annotated[int, BeforeValidator(refuse_bool)]
+_Share = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, le=1)]
+
+
+class BlendFields(BaseModel):
+    """Which prompts are blended, what is reused and what is computed anew."""
+
+    blend: Literal["requested", "all"] = Field(
+        default="requested",
+        description=(
+            "Which requests `BlendConnector` blends. `requested`: those whose `kv_transfer_params` "
+            'say so, `{"blend": true}` or `{"blend": {"ratio": 0.15}}`. `all`: every one that '
+            'does not say `{"blend": false}`.'
+        ),
+        examples=["all"],
+    )
+    blend_chunk_size: _Number = Field(
+        default=64,
+        ge=16,
+        le=4096,
+        description="Tokens that must stand together, as they did before, to be reused elsewhere.",
+        examples=["64"],
+    )
+    blend_rule: Literal["two_round_query", "query", "hkvd", "boundary", "random", "full"] = Field(
+        default="two_round_query",
+        description="How the reused tokens that are computed anew are chosen (docs/blending.md).",
+        examples=["two_round_query"],
+    )
+    recompute_ratio: Annotated[float, BeforeValidator(_ratio)] = Field(
+        default=RECOMPUTE_RATIOS["balanced"],
+        ge=0,
+        le=1,
+        description=(
+            "Share of the reused tokens that is computed anew: a number, or `fast` (0.05), "
+            "`balanced` (0.15) or `safe` (0.30)."
+        ),
+        examples=["0.15"],
+    )
+    recompute_boundary: _Number = Field(
+        default=2,
+        ge=0,
+        le=256,
+        description="Tokens at both ends of each run that `blend_rule: boundary` computes anew.",
+        examples=["2"],
+    )
+    blend_min_saved_tokens: _Number = Field(
+        default=1024,
+        ge=0,
+        description="A prompt is blended if that spares computing so many of its tokens at least.",
+        examples=["1024"],
+    )
+    blend_min_saved_share: _Share = Field(
+        default=0.3,
+        description="And if these are so large a share of the tokens that it would compute.",
+        examples=["0.3"],
+    )
+    position_correction: Annotated[bool, AfterValidator(_on)] = Field(
+        default=True,
+        description="UCM's key: whether keys are moved to their new positions. They always are.",
+        examples=["true"],
+    )
+    min_match_ratio: _Share | None = Field(
+        default=None,
+        description=(
+            "UCM's key, without effect: tokens are reused where they are equal and computed where "
+            "they are not, whatever share of a chunk that is."
+        ),
+        examples=["0.8"],
+    )
+    rope_theta: Annotated[float, BeforeValidator(refuse_bool)] | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "UCM's key: the base of the model's rotary embedding. It is read from the model; a "
+            "value that is not the model's is an error at the start."
+        ),
+        examples=["10000"],
+    )
+    head_dim: _Number | None = Field(
+        default=None,
+        gt=0,
+        description="UCM's key: elements of an attention head. As `rope_theta`.",
+        examples=["128"],
+    )
+    blend_index_tokens: _Number = Field(
+        default=8 << 20,
+        ge=4096,
+        le=1 << 31,
+        description=(
+            "Tokens of earlier prompts that the engine can find again anywhere. A million takes "
+            "about 10 MB; the ones unused for longest are forgotten."
+        ),
+        examples=["8388608"],
+    )

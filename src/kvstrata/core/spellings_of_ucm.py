@@ -1,0 +1,121 @@
+"""UCM's settings: in ``kv_connector_extra_config``, or in the file of its key UCM_CONFIG_FILE."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvstrata.core.settings_file import read_settings
+from kvstrata.core.spellings import (
+    Reader,
+    Refusal,
+    Said,
+    Translation,
+    agreed,
+    shown_tiers,
+)
+
+__all__ = ["NAMES", "translate"]
+
+FILE_KEY: Final = "UCM_CONFIG_FILE"
+
+_LIST: Final = "ucm_connectors"
+_IDLE: Final = frozenset({"enable_event_sync", "metrics_config_path", "use_layerwise"})
+_REFUSED: Final[Mapping[str, Refusal]] = {
+    "hit_ratio": Refusal("KVStrata answers with what it has: take it away"),
+    "ucm_sparse_config": Refusal(
+        "attention is computed in full: take it away, or write an attention_hook", ({},)
+    ),
+}
+NAMES: Final = (FILE_KEY, _LIST, *sorted(_IDLE), *_REFUSED)
+"""What UCM reads in ``kv_connector_extra_config``."""
+
+_IDLE_WORDS: Final = """
+    buffer_number buffer_size cache_stream_number cpu_affinity_cores data_dir_shard_bytes
+    io_direct posix_commit_concurrency posix_data_trans_concurrency posix_gc_check_interval_sec
+    posix_gc_concurrency posix_gc_enable posix_gc_max_recycle_count_per_shard
+    posix_gc_recycle_percent posix_gc_shard_sample_ratio posix_gc_trigger_threshold_ratio
+    posix_io_engine posix_lookup_concurrency posix_open_concurrency recycle_enable
+    recycle_threshold_ratio running_queue_depth shard_data_dir share_buffer_enable stream_number
+    timeout_ms use_direct waiting_queue_depth
+"""
+_IDLE_OF_STORES: Final = frozenset(_IDLE_WORDS.split())
+"""What tunes how UCM's own stores work."""
+
+_PIPELINES: Final = {"cache|posix": True, "posix": True, "cache|empty": False}
+"""Whether there are files at the end of a pipeline."""
+
+_TIERS: Final = (
+    *("store_pipeline", "storage_backends", "cache_buffer_capacity_gb"),
+    *("posix_capacity_gb", "storage_capacity"),
+)
+
+_REMEDY: Final = "give `tiers` instead, for example host:8GiB | disk:/var/cache/kv:200GiB"
+
+
+def translate(overrides: Mapping[str, object]) -> Translation | None:
+    """Return what *overrides* say in UCM's words; None if they say nothing in them.
+
+    Raises:
+        ConfigError: if the file of ``UCM_CONFIG_FILE`` cannot be read.
+    """
+    if not any(name in overrides for name in NAMES):
+        return None
+    result = Translation("UCM")
+    given = {k: v for k, v in overrides.items() if k in NAMES and k != FILE_KEY}
+    sources = [_said(given, "kv_connector_extra_config")]
+    if FILE_KEY in overrides:
+        named = overrides[FILE_KEY]
+        sources.append(_said(read_settings(named, FILE_KEY), f"the file {named}"))
+    reader = Reader(agreed("UCM", sources, result.faults), result)
+    for listed in reader.given(_LIST):
+        stores = reader.entries(_LIST)
+        if len(stores) == 1:
+            _store(Reader(_said(stores[0], listed.place), result), listed.place, result)
+        elif not result.faults:
+            message = f"{_LIST} has {len(stores)} entries, where UCM wants one"
+            reader.fault(f"{message} (from {listed.place})", _REMEDY)
+    reader.close(idle=_IDLE, refused=_REFUSED)
+    return result
+
+
+def _said(found: Mapping[str, object], place: str) -> dict[str, Said]:
+    return {name: Said(value, name, place) for name, value in found.items()}
+
+
+def _store(reader: Reader, place: str, result: Translation) -> None:
+    """The one entry of the list: a name, and the configuration of the store so named."""
+    named = reader.given("ucm_connector_name", "ucm_connector_config")
+    name = reader.text("ucm_connector_name")
+    store = Reader(_said(reader.mapping("ucm_connector_config") or {}, place), result)
+    reader.close(idle=(), refused={"ucm_connector_module_path": Refusal(_REMEDY)})
+    said = store.given(*_TIERS) or named
+    pipeline = store.text("store_pipeline")
+    if name == "UcmPipelineStore":
+        files = _PIPELINES.get((pipeline or "").replace(" ", "").lower())
+    else:
+        files = True if name == "UcmNfsStore" else None
+    if files is None:
+        kind = f"{name} with the pipeline {pipeline!r}" if pipeline else f"store {name}"
+        store.fault(f"{kind} is not one of KVStrata's (from {place})", _REMEDY)
+        return
+    host: dict[str, object] = {
+        "kind": "host",
+        "capacity": store.gib("cache_buffer_capacity_gb") or "auto",
+    }
+    tiers = [host, _disk_tier(store)] if files else [host]
+    store.close(idle=_IDLE_OF_STORES, refused={})
+    result.give("tiers", tiers, said, shown_tiers(tiers))
+
+
+def _disk_tier(store: Reader) -> dict[str, object]:
+    if "storage_backends" not in store:
+        store.fault(
+            "storage_backends is not set", "say where the files are to be: an absolute path"
+        )
+    capacity = store.gib("posix_capacity_gb") or store.whole("storage_capacity")
+    if not capacity:
+        store.fault(
+            "storage has no bound, it would fill the disk",
+            "say how much it may take: posix_capacity_gb",
+        )
+    paths = store.paths("storage_backends", ":")
+    return {"kind": "disk", "paths": paths, "capacity": capacity or 0}

@@ -1,0 +1,110 @@
+"""Asking the server for the blocks that runs of known tokens lie in."""
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstrata.blend.runs import Runs
+from kvstrata.core.config import Config
+from kvstrata.core.keys import KeyArray
+from kvstrata.core.types import NamespaceId
+from kvstrata.integration.vllm.link import CacheLink
+from kvstrata.manager.tasks import UNSETTLED, TaskState
+from kvstrata.server import protocol as p
+from kvstrata.server.client import Pending
+
+__all__ = ["RunLookup", "RunSlots"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunSlots:
+    """The runs that can be reused, as far as their blocks are in host memory, and leased."""
+
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+    delta: NDArray[np.int64]
+    first_row: NDArray[np.int64]  # of each run, in tokens of the slots laid end to end
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    task_ids: list[int]
+    missing: KeyArray  # blocks that the server does not have
+
+
+class RunLookup:
+    """One lookup of the blocks of *runs*: a task for each run, whose leases it holds."""
+
+    def __init__(
+        self, link: CacheLink, namespace: NamespaceId, runs: Runs, request_id: str
+    ) -> None:
+        self._link = link
+        self._runs = runs
+        self._sent_at = time.monotonic()
+        self.connection = link.number
+        self._pending: list[Pending | None] = [
+            link.submit(p.GetMatch(0, namespace, keys.tobytes(), request_id[-256:]))
+            for keys in _keys_of_runs(runs)
+        ]
+
+    @property
+    def age_seconds(self) -> float:
+        return time.monotonic() - self._sent_at
+
+    def is_settled(self, config: Config) -> bool:
+        """Whether there is an answer for every run, or none is worth waiting for any more."""
+        age = self.age_seconds
+        if any(each is not None and each.reply is None for each in self._pending):
+            return age > config.lookup_timeout_seconds
+        patience_seconds = 0.0
+        for each in self._pending:
+            if each is not None and each.status is not None and each.status.state in UNSETTLED:
+                searching = each.status.state is TaskState.SEARCHING
+                wait = config.remote_lookup_seconds if searching else config.load_timeout_seconds
+                patience_seconds = max(patience_seconds, wait)
+        return age > patience_seconds
+
+    def found(self) -> RunSlots:
+        """What of each run is there: its leading blocks in host memory."""
+        runs, tokens = self._runs, self._runs.tokens_per_block
+        chosen, length, first_row, task_ids = [], [], [], []
+        slots: list[int] = []
+        generations: list[int] = []
+        missing = [runs.keys[:0]]
+        for i, (pending, keys) in enumerate(zip(self._pending, _keys_of_runs(runs), strict=True)):
+            status = None if pending is None else pending.status
+            if status is None or self.connection != self._link.number:
+                continue
+            missing.append(keys[status.matched_blocks + status.declined_blocks :])
+            covered = len(status.slots) * tokens - int(runs.skip[i])
+            if covered < 1:
+                continue
+            chosen.append(i)
+            length.append(min(int(runs.length[i]), covered))
+            first_row.append(len(slots) * tokens + int(runs.skip[i]))
+            task_ids.append(status.task_id)
+            slots += status.slots
+            generations += status.generations
+        return RunSlots(
+            start=runs.start[chosen],
+            length=np.array(length, np.int64),
+            delta=runs.delta[chosen],
+            first_row=np.array(first_row, np.int64),
+            slots=np.array(slots, np.int64),
+            generations=np.array(generations, np.int64),
+            task_ids=task_ids,
+            missing=np.concatenate(missing),
+        )
+
+    def abandon(self, but: Collection[int] = ()) -> None:
+        """Give the leases back, and those that come late, of all tasks *but* these."""
+        for pending in self._pending:
+            task_id = pending.status.task_id if pending and pending.status else None
+            if pending is not None and task_id not in but:
+                self._link.abandon(pending, self.connection)
+
+
+def _keys_of_runs(runs: Runs) -> Iterator[KeyArray]:
+    for first, end in zip(runs.key_offsets[:-1], runs.key_offsets[1:], strict=True):
+        yield runs.keys[first:end]

@@ -1,0 +1,110 @@
+"""The engine's own model, run over chosen tokens of chosen requests inside a step.
+
+Each run of neighbouring tokens is to the attention backend a sequence of its own: its queries
+are the run, its context the request's block table up to the run's end. A layer writes the K and V
+of all tokens before any attention reads them, so that every token sees what the others become:
+selective recompute, with the tensor parallelism, quantisation and kernels of the engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["NestedForward", "Part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens of one request to be computed."""
+
+    tokens: torch.Tensor  # (n,), ids
+    positions: torch.Tensor  # (n,) int64, ascending
+    device_blocks: torch.Tensor  # int32, the request's block table at least up to the last of them
+    shift: int = 0  # what the model is told of each position beyond where its KV is
+
+
+class NestedForward:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        device: torch.device,
+    ) -> None:
+        """*kv_cache_config* has one group of attention layers."""
+        (group,) = kv_cache_config.kv_cache_groups
+        context = vllm_config.compilation_config.static_forward_context
+        backend = context[group.layer_names[0]].get_attn_backend()
+        self._model = model
+        self._vllm_config = vllm_config
+        self._device = device
+        self._layers = group.layer_names
+        self._block_size = group.kv_cache_spec.block_size
+        self._builder: Any = backend.get_builder_cls()(
+            group.kv_cache_spec, group.layer_names, vllm_config, device
+        )
+
+    @torch.inference_mode()
+    def run(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Write fresh K and V of *parts*; returns the last hidden states, part after part."""
+        lengths, ends, tables = [], [], []
+        for part in parts:
+            for first, last in _runs(part.positions):
+                lengths.append(last - first)
+                ends.append(int(part.positions[last - 1]) + 1)
+                tables.append(part.device_blocks)
+        # Ids of 64 bits would run a graph that was compiled for 32: vLLM drops torch's guards.
+        tokens = torch.cat([part.tokens for part in parts]).to(torch.int32)
+        positions = torch.cat([part.positions + part.shift for part in parts])
+        slots = torch.cat([slots_of(p.positions, p.device_blocks, self._block_size) for p in parts])
+        metadata = self._builder.build(0, self._common(lengths, ends, tables, slots))
+        with set_forward_context(
+            dict.fromkeys(self._layers, metadata),
+            self._vllm_config,
+            num_tokens=len(tokens),
+            slot_mapping=dict.fromkeys(self._layers, slots),
+        ):
+            hidden: torch.Tensor = self._model(
+                input_ids=tokens,
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden
+
+    def _common(
+        self, lengths: list[int], ends: list[int], tables: list[torch.Tensor], slots: torch.Tensor
+    ) -> CommonAttentionMetadata:
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        starts[1:] = torch.tensor(lengths).cumsum(0)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(self._device),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(ends, dtype=torch.int32, device=self._device),
+            num_reqs=len(lengths),
+            num_actual_tokens=len(slots),
+            max_query_len=max(lengths),
+            max_seq_len=max(ends),
+            block_table_tensor=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            slot_mapping=slots,
+            causal=True,
+        )
+
+
+def slots_of(positions: torch.Tensor, device_blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Where the KV of *positions* is: int64, device block * *block_size* + token in it."""
+    return device_blocks[positions // block_size].long() * block_size + positions % block_size
+
+
+def _runs(positions: torch.Tensor) -> list[tuple[int, int]]:
+    """First and end index of each stretch of neighbours in *positions*."""
+    cuts = (positions.diff() != 1).nonzero().flatten() + 1
+    edges = [0, *cuts.tolist(), len(positions)]
+    return list(pairwise(edges))

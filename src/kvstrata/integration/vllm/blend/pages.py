@@ -1,0 +1,108 @@
+"""Where the K and V of each token lie in a device page, learnt from the backend that writes them.
+
+Backends lay pages out as their kernels like: on a CPU K is stored transposed, or packed in pairs.
+vLLM offers a writer (``impl.do_kv_cache_update``) and no reader. So numbers are written, and
+where they turn up is where the elements lie: this works for every layout that only moves elements.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from kvstrata.core.errors import ConfigError
+
+__all__ = ["PageMap", "TokenPages", "learn_page_map"]
+
+_DIGIT_BITS: Final = 7  # numbers up to 128 are exact in every floating type of 8 bits of precision
+_UNTOUCHED: Final = -1
+_SEED: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageMap:
+    """Elements of one layer's page, as an index into it.
+
+    Both have the shape (tokens, heads, head size), int64.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class TokenPages:
+    """One layer's KV by token: read from pages as the store keeps them, written into slots.
+
+    A slot of a token is its device block times ``tokens`` and its place in it, as in vLLM.
+    """
+
+    def __init__(self, attention: Any, pages: torch.Tensor, page_map: PageMap) -> None:
+        """*pages*: uint8 (device blocks, page bytes), the memory of the layer's cache."""
+        self._attention = attention
+        self._pages = pages
+        self.tokens, *rest = page_map.keys.shape
+        self._shape = (-1, *rest)
+        self._keys, self._values = page_map.keys.flatten(), page_map.values.flatten()
+
+    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, (pages * tokens, heads, head size), of *pages*, uint8 (pages, page bytes)."""
+        elements = pages.view(self._attention.kv_cache.dtype)
+        return (
+            elements.index_select(1, self._keys).view(self._shape),
+            elements.index_select(1, self._values).view(self._shape),
+        )
+
+    def read_blocks(self, device_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the engine's own *device_blocks*, (blocks * tokens, heads, head size)."""
+        return self.read(self._pages.index_select(0, device_blocks))
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Both (tokens, heads, head size), of the cache's dtype; *slots* int64 (tokens,)."""
+        attention = self._attention
+        attention.impl.do_kv_cache_update(
+            attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots
+        )
+
+
+def learn_page_map(
+    attention: torch.nn.Module, pages: torch.Tensor, scratch_block: int, block_size: int
+) -> PageMap:
+    """Write numbers to *scratch_block* of *attention*'s cache and look where they are.
+
+    Args:
+        pages: uint8 (device blocks, page bytes), the memory of that cache.
+
+    Raises:
+        ConfigError: The backend does more than move elements, as with quantised KV.
+    """
+    layer: Any = attention
+    cache = layer.kv_cache
+    shape = (block_size, layer.num_kv_heads, layer.head_size)
+    count = prod(shape)
+    page = pages[scratch_block].view(cache.dtype)
+    slots = scratch_block * block_size + torch.arange(block_size, device=page.device)
+
+    def write(elements: torch.Tensor) -> None:
+        keys, values = elements.to(page.dtype).view(2, *shape)
+        layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+
+    numbers = torch.arange(2 * count, device=page.device)
+    seen = torch.zeros(len(page), dtype=torch.int64, device=page.device)
+    for shift in range(0, (2 * count).bit_length(), _DIGIT_BITS):
+        page.fill_(_UNTOUCHED)
+        write((numbers >> shift) % (1 << _DIGIT_BITS))
+        seen += page.long() << shift  # what is untouched becomes negative
+    places = (seen >= 0).nonzero().flatten()
+    where = torch.zeros(2 * count, dtype=torch.int64, device=page.device)
+    where[seen[places].clamp(max=2 * count - 1)] = places
+
+    noise = torch.rand(2 * count, generator=torch.Generator().manual_seed(_SEED)).to(page)
+    write(noise)
+    if len(places) != 2 * count or not torch.equal(page[where], noise):
+        raise ConfigError(
+            f"{type(layer.impl).__name__} does not keep the KV of layer {layer.layer_name} "
+            "element by element",
+            hint="blending needs an unquantised KV cache: set kv_cache_dtype to auto",
+        )
+    return PageMap(*where.view(2, *shape))

@@ -1,0 +1,317 @@
+"""The scheduler half that blends: which reused KV a prompt takes beyond its exact prefix."""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from blake3 import blake3
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from kvstrata.blend.fingerprints import Fingerprints
+from kvstrata.blend.plan import BlendPlan, Economy, ReusedRuns
+from kvstrata.blend.source_index import SourceIndex
+from kvstrata.core.config import Config
+from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
+from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta, BlendRequestMeta
+from kvstrata.integration.vllm.blend.rules import rule_of
+from kvstrata.integration.vllm.blend.taint import TaintChain
+from kvstrata.integration.vllm.blend.wishes import Wish, can_be_reused, wish_of
+from kvstrata.integration.vllm.blocks import BlockIds
+from kvstrata.integration.vllm.link import CacheLink
+from kvstrata.integration.vllm.loads import STALE_SECONDS
+from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.scheduler import SchedulerHalf, Tracked
+from kvstrata.server import protocol as p
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    """A request beyond whose exact prefix known tokens stand."""
+
+    wish: Wish
+    first_token: int  # behind the exact prefix, as of vLLM's last question
+    lookup: RunLookup | None = None  # None if blending it does not pay
+    found: RunSlots | None = None
+    plan: BlendPlan | None = None
+    offered_tokens: int = 0  # to vLLM by its last question, exact ones too; 0: none to be blended
+
+    def is_fresh(self, first_token: int, link: CacheLink, config: Config) -> bool:
+        """Whether what was found still counts: it is of this server, and its leases last."""
+        if self.lookup is None:
+            return self.first_token == first_token
+        return (
+            self.first_token == first_token
+            and self.lookup.connection == link.number
+            and self.lookup.age_seconds <= STALE_SECONDS + config.load_timeout_seconds
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that the workers are blending."""
+
+    request_id: str
+    task_ids: list[int]
+    connection: int
+    workers_left: int
+    failed: bool = False
+
+
+class BlendScheduler(SchedulerHalf):
+    """``SchedulerHalf``, which offers runs of known tokens as well as exact prefixes."""
+
+    def __init__(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        altered_by: str | None = None,
+    ) -> None:
+        super().__init__(config, vllm_config, kv_cache_config, altered_by=altered_by)
+        (group,) = self._math.groups
+        self._device_tokens = group.device_tokens
+        self._layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._economy = Economy(
+            min_saved_tokens=config.blend_min_saved_tokens,
+            min_saved_share=config.blend_min_saved_share,
+        )
+        self._index = SourceIndex(
+            Fingerprints(config.blend_chunk_size),
+            tokens_per_block=self._math.tokens,
+            capacity_tokens=config.blend_index_tokens,
+        )
+        self._taints = TaintChain(self._math.hash_tokens)
+        self._candidates: dict[str, _Candidate] = {}
+        self._refused: set[str] = set()  # requests whose blending has failed once
+        self._planned: list[BlendRequestMeta] = []
+        self._running: dict[int, _Running] = {}  # by the first of its tasks
+
+    def on_new_request(self, request: Request) -> None:
+        """KV that another engine sends may be approximate: it says from which token on."""
+        first = (request.kv_transfer_params or {}).get("taint_from")
+        if type(first) is int and 0 <= first < len(request.block_hashes) * self._math.hash_tokens:
+            self._taints.taint(request, first)
+        super().on_new_request(request)
+
+    def tainted_from(self, request: Request) -> int | None:
+        """The first token of *request*'s first approximate block, if it has one."""
+        return self._taints.first_token(request.request_id)
+
+    def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        first_tainted = self._taints.first_token(request.request_id)
+        if first_tainted is not None and computed_tokens > first_tainted:
+            return 0, False  # it was preempted, and found its own approximate blocks again
+        exact, is_async = super().match(request, computed_tokens)
+        if exact is None:
+            return None, False
+        tokens = self._match_runs(request, computed_tokens + exact)
+        self._candidates[request.request_id].offered_tokens = exact + tokens if tokens else 0
+        if tokens == 0:
+            return exact, is_async
+        return (None, False) if tokens is None else (exact + tokens, True)
+
+    def _match_runs(self, request: Request, first_token: int) -> int | None:
+        """Tokens from *first_token* on that can be blended; None to be asked again."""
+        candidate = self._candidates.get(request.request_id)
+        if candidate is None or not candidate.is_fresh(first_token, self._link, self._config):
+            self._drop(request)
+            candidate = self._candidate(request, first_token)
+            self._candidates[request.request_id] = candidate
+        lookup = candidate.lookup
+        if lookup is None:
+            return 0
+        if candidate.plan is None:
+            self._link.poll(0.0)
+            if not lookup.is_settled(self._config):
+                return None
+            self._settle(request, candidate, lookup)
+        return 0 if candidate.plan is None else candidate.plan.end - first_token
+
+    def _candidate(self, request: Request, first_token: int) -> _Candidate:
+        wish = wish_of(request, self._config)
+        candidate = _Candidate(wish, first_token)
+        is_tainted = self._taints.first_token(request.request_id) is not None  # by its sender
+        is_out = is_tainted or request.request_id in self._refused
+        is_whole = first_token >= request.num_prompt_tokens - 1
+        if not wish.blend or is_out or is_whole or not self._link.ready:
+            return candidate
+        tokens = np.array(request.prompt_token_ids, np.uint32)
+        runs = self._index.match(self._domain(request), tokens, first_token, len(tokens) - 1)
+        reused = ReusedRuns(runs.start, runs.length, runs.delta, np.zeros(len(runs), np.bool_))
+        if self._pays(candidate, self._plan(request, reused, first_token)):
+            candidate.lookup = RunLookup(self._link, self._namespace, runs, request.request_id)
+        return candidate
+
+    def _settle(self, request: Request, candidate: _Candidate, lookup: RunLookup) -> None:
+        found = lookup.found()
+        self._index.forget(found.missing)
+        reused = ReusedRuns(
+            found.start, found.length, found.delta, np.zeros(len(found.start), np.bool_)
+        )
+        plan = self._plan(request, reused, candidate.first_token)
+        if not self._pays(candidate, plan):
+            lookup.abandon()
+            candidate.lookup = None
+            return
+        candidate.found, candidate.plan = found, plan
+        if plan.taint_from is not None:
+            self._taints.taint(request, plan.taint_from)
+
+    def allocated(
+        self, request: Request, block_ids: Callable[[], BlockIds], external_tokens: int
+    ) -> None:
+        candidate = self._candidates.get(request.request_id)
+        plan = None if candidate is None else candidate.plan
+        if (
+            candidate is None
+            or plan is None
+            or not candidate.offered_tokens
+            or external_tokens != candidate.offered_tokens
+        ):
+            self._drop(request)
+            super().allocated(request, block_ids, external_tokens)
+            return
+        exact = external_tokens - (plan.end - plan.exact_end)
+        super().allocated(request, block_ids, exact)
+        del self._candidates[request.request_id]
+        self._begin(request, candidate, plan, block_ids, awaits_load=exact > 0)
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        step = super().plan(output)
+        requests, self._planned = self._planned, []
+        if requests or self._running:
+            budget = max(1, self._step_tokens - output.total_num_scheduled_tokens)
+            step.blend = BlendConnectorMeta(requests, budget)
+        return step
+
+    def worker_report(self, report: WorkerReport) -> None:
+        super().worker_report(report)
+        for name, workers in report.load_done.items():
+            running = self._running.get(name)
+            if running is None:
+                continue
+            running.workers_left -= workers
+            running.failed = running.failed or name in report.load_failed
+            if running.workers_left > 0:
+                continue
+            del self._running[name]
+            if running.connection == self._link.number:  # whatever failed, the blocks are good
+                self._link.submit(p.Complete(running.task_ids))
+            if running.failed and (tracked := self._requests.get(running.request_id)) is not None:
+                self._refused.add(running.request_id)
+                self._taints.lift(tracked.request)
+
+    def finished(self, request: Request, block_ids: BlockIds) -> None:
+        tracked = self._requests.get(request.request_id)
+        is_running = any(e.request_id == request.request_id for e in self._running.values())
+        if tracked is not None and is_running:
+            # vLLM counts tokens as computed that the workers have yet to compute.
+            tracked.offered_blocks = sys.maxsize
+        super().finished(request, block_ids)
+        self._drop(request)
+        self._refused.discard(request.request_id)
+        self._taints.forget(request.request_id)
+
+    def reset(self) -> None:
+        super().reset()
+        self._index.clear()
+        for tracked in self._requests.values():
+            self._drop(tracked.request)
+
+    def _offer(
+        self, tracked: Tracked, computed_tokens: int, block_ids: Callable[[], BlockIds]
+    ) -> None:
+        """Blocks are saved up to the first approximate one, and what is saved can be reused."""
+        first_tainted = self._taints.first_token(tracked.request.request_id)
+        if first_tainted is not None:
+            computed_tokens = min(computed_tokens, first_tainted)
+        before = tracked.offered_blocks
+        super()._offer(tracked, computed_tokens, block_ids)
+        self._learn(tracked.request, before, tracked.offered_blocks)
+
+    def _learn(self, request: Request, first: int, end: int) -> None:
+        """Blocks *first* to *end* of *request* are in the cache, or will be in a moment."""
+        tokens = self._math.tokens
+        if end > first and can_be_reused(request):
+            self._index.add(
+                self._domain(request),
+                np.array(request.all_token_ids[first * tokens : end * tokens], np.uint32),
+                first * tokens,
+                self._math.keys(request, first, end),
+            )
+
+    def _plan(self, request: Request, runs: ReusedRuns, first_token: int) -> BlendPlan:
+        return BlendPlan.of_runs(
+            runs,
+            prompt_tokens=request.num_prompt_tokens,
+            block_tokens=self._device_tokens,
+            exact_end=first_token,
+        )
+
+    def _pays(self, candidate: _Candidate, plan: BlendPlan) -> bool:
+        rule = rule_of(self._config, candidate.wish.ratio, self._layers)
+        return self._economy.decide(plan, rule.work_tokens(plan)).blend
+
+    def _begin(
+        self,
+        request: Request,
+        candidate: _Candidate,
+        plan: BlendPlan,
+        block_ids: Callable[[], BlockIds],
+        *,
+        awaits_load: bool,
+    ) -> None:
+        found, lookup = candidate.found, candidate.lookup
+        assert found is not None
+        assert lookup is not None
+        lookup.abandon(but=found.task_ids)
+        self._link.submit(p.Launch(found.task_ids))
+        (device_blocks,) = block_ids()
+        clipped = plan.runs.start - found.start[plan.origin]
+        self._planned.append(
+            BlendRequestMeta(
+                request.request_id,
+                found.task_ids,
+                np.array(request.prompt_token_ids, np.int32),
+                np.array(device_blocks[: plan.end // self._device_tokens], np.int32),
+                plan,
+                found.slots,
+                found.generations,
+                found.first_row[plan.origin] + clipped,
+                candidate.wish.ratio,
+                awaits_load,
+            )
+        )
+        self._running[found.task_ids[0]] = _Running(
+            request.request_id, found.task_ids, self._link.number, self._world_size
+        )
+        _log.debug(
+            "request %s: blending %d tokens in %d runs, up to %d",
+            request.request_id,
+            int(plan.runs.length.sum()),
+            len(plan.runs.start),
+            plan.end,
+        )
+
+    def _drop(self, request: Request) -> None:
+        """*request* is not blended as was planned, if anything was."""
+        candidate = self._candidates.pop(request.request_id, None)
+        if candidate is None:
+            return
+        if candidate.lookup is not None:
+            candidate.lookup.abandon()
+        if candidate.plan is not None:
+            self._taints.lift(request)
+
+    def _domain(self, request: Request) -> bytes:
+        """What else than its tokens and their places the KV of *request* depends on."""
+        return blake3(self._namespace + (request.cache_salt or "").encode()).digest()

@@ -1,0 +1,48 @@
+"""Which engines can blend; the others are refused before they serve."""
+
+from collections.abc import Iterator
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from kvstrata.core.config import Config
+from kvstrata.core.errors import ConfigError
+
+__all__ = ["refuse_engine"]
+
+
+def refuse_engine(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises ``ConfigError`` with all reasons why this engine cannot blend, if there is any."""
+    reasons = [*_of_engine(config, vllm_config), *_of_cache(vllm_config, kv_cache_config)]
+    if reasons:
+        raise ConfigError(
+            f"BlendConnector cannot blend here: {'; '.join(reasons)}",
+            hint="set kv_connector to KVStrataConnector, which does not blend",
+        )
+
+
+def _of_engine(config: Config, vllm_config: VllmConfig) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    if config.load_mode == "layerwise":
+        yield "load_mode is 'layerwise', which runs a request before its blocks are there"
+    if parallel.pipeline_parallel_size > 1:
+        yield "with pipeline parallelism no rank has the whole model"
+    if parallel.data_parallel_size > 1 and parallel.enable_expert_parallel:
+        yield "with expert parallelism over data parallel engines one engine cannot run it alone"
+    if vllm_config.model_config.is_multimodal_model:
+        yield "positions of a multimodal model are more than one number"
+
+
+def _of_cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    if vllm_config.cache_config.cache_dtype != "auto":
+        yield f"the KV cache is quantised ({vllm_config.cache_config.cache_dtype})"
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1:
+        yield f"the model has {len(specs)} KV cache groups"
+    for spec in specs:
+        if isinstance(spec, MLAAttentionSpec):
+            yield "the model's attention is MLA"
+        elif not isinstance(spec, FullAttentionSpec):
+            yield f"{type(spec).__name__} is not full attention"
+        elif spec.sliding_window is not None or spec.attention_chunk_size is not None:
+            yield "the model's attention does not reach all tokens in every layer"

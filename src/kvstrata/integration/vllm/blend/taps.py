@@ -1,0 +1,58 @@
+"""Looking at the queries of attention layers while the model runs, and stopping it behind one.
+
+The tap is a class of its own for one implementation object: nothing of vLLM is patched, the object
+is still what it was an instance of, and compiled graphs call it as ever, since to them attention
+is an opaque operator.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["QueryTaps"]
+
+
+class _StopForward(Exception):
+    """The model has run as far as was asked."""
+
+
+class QueryTaps:
+    """Taps of all attention layers of a model, for the one thread that runs it."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        """*layers*: vLLM's attention layers, in the order in which the model runs them."""
+        self._wanted: frozenset[int] = frozenset()
+        self._last: int | None = None
+        self._queries: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(layers):
+            self._tap(layer.impl, number)
+
+    @contextlib.contextmanager
+    def until(self, last: int, *, wanted: Collection[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Run the model in this context up to layer *last*, whose K and V it still writes.
+
+        Yields what will hold the queries of the *wanted* layers, each (tokens, heads, head size).
+        """
+        self._last, self._wanted, self._queries = last, frozenset(wanted), {}
+        try:
+            with contextlib.suppress(_StopForward):
+                yield self._queries
+        finally:
+            self._last, self._wanted = None, frozenset()
+
+    def _tap(self, impl: Any, number: int) -> None:
+        base, taps = type(impl), self
+
+        def forward(self: Any, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            taps._see(number, query)
+            return base.forward(self, layer, query, *args, **kwargs)
+
+        impl.__class__ = type(base.__name__, (base,), {"forward": forward})
+
+    def _see(self, number: int, query: torch.Tensor) -> None:
+        if number in self._wanted:
+            self._queries[number] = query.clone()
+        if number == self._last:
+            raise _StopForward

@@ -1,0 +1,75 @@
+"""Whether a request may be blended: what its owner and the operator say, and what it is."""
+
+import logging
+import math
+from typing import NamedTuple
+
+from vllm.v1.request import Request
+
+from kvstrata.core.config import Config
+
+__all__ = ["Wish", "can_be_reused", "wish_of"]
+
+_log = logging.getLogger(__name__)
+
+
+class Wish(NamedTuple):
+    """How to blend a request; *refused* says in a word why not."""
+
+    ratio: float
+    refused: str | None = None
+
+    @property
+    def blend(self) -> bool:
+        return self.refused is None
+
+
+def can_be_reused(request: Request) -> bool:
+    """Whether KV of *request* depends on nothing but tokens, their places and its salt."""
+    return _kind(request) is None
+
+
+def wish_of(request: Request, config: Config) -> Wish:
+    """What *request* says in ``kv_transfer_params["blend"]``, or else the configuration.
+
+    ``true`` or ``{"ratio": 0.3}`` ask for it and ``false`` forbids it. What is not understood is
+    logged, and the request is computed.
+    """
+    said = (request.kv_transfer_params or {}).get("blend")
+    if said is None and config.blend == "all":
+        said = True
+    if said is None or said is False:
+        return Wish(config.recompute_ratio, "not_asked")
+    if (kind := _kind(request)) is not None:
+        return Wish(config.recompute_ratio, kind)
+    if said is True:
+        return Wish(config.recompute_ratio)
+    ratio = said.get("ratio", config.recompute_ratio) if isinstance(said, dict) else None
+    if (
+        not isinstance(said, dict)
+        or said.keys() - {"ratio"}
+        or isinstance(ratio, bool)
+        or not isinstance(ratio, int | float)
+        or not (math.isfinite(ratio) and 0 <= ratio <= 1)
+    ):
+        _log.warning(
+            "request %s is not blended: kv_transfer_params.blend is %.200r; give true, false or "
+            '{"ratio": a number from 0 to 1}',
+            request.request_id,
+            said,
+        )
+        return Wish(config.recompute_ratio, "not_understood")
+    return Wish(float(ratio))
+
+
+def _kind(request: Request) -> str | None:
+    """Of which kind *request* is, among those that are not blended."""
+    if request.lora_request is not None:
+        return "adapter"
+    if request.mm_features:
+        return "images"
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "embeddings"
+    if request.skip_reading_prefix_cache:
+        return "prompt_logprobs"
+    return None

@@ -1,0 +1,167 @@
+"""A worker's share of blending: reused KV moved to its new places, chosen tokens computed.
+
+All ranks get the same requests in the same order and take the same steps, since each forward of
+the model is a collective. Where one rank has a doubt, all give the request up together.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import GroupCoordinator
+
+from kvstrata.blend.position import PositionCorrector
+from kvstrata.blend.selection import Rule, Scores, Selection, Step, split
+from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
+from kvstrata.integration.vllm.blend.nested import slots_of
+from kvstrata.integration.vllm.blend.pages import TokenPages
+from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
+from kvstrata.integration.vllm.blend.slots import SlotPages, check_generations, current
+from kvstrata.integration.vllm.metadata import NULL_BLOCK
+from kvstrata.storage.mapping import HostMapping
+
+__all__ = ["BlendWorker", "Ended"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request whose blending is over; if not *whole*, it is to be computed."""
+
+    request_id: str
+    task_ids: list[int]
+    whole: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: BlendRequestMeta
+    server_id: bytes
+    prompt: Prompt
+    awaits_load: bool
+    selection: Selection | None = None  # once the reused KV is in place
+    scores: Scores | None = None  # of the part of a split step that has been run
+    failed: bool = False
+
+    @property
+    def step(self) -> Step | None:
+        return None if self.selection is None else self.selection.step
+
+    @property
+    def is_over(self) -> bool:
+        """Never while its exact prefix is being written: then its device blocks are not free."""
+        is_done = self.selection is not None and self.selection.step is None
+        return not self.awaits_load and (self.failed or is_done)
+
+
+class BlendWorker:
+    """Runs the blended requests of this worker, oldest first. For the engine's thread alone."""
+
+    def __init__(
+        self,
+        layers: Sequence[TokenPages],
+        correctors: Sequence[PositionCorrector],
+        source: SlotPages,
+        runner: StepRunner,
+        rule: Callable[[float], Rule],
+        ranks: GroupCoordinator,
+    ) -> None:
+        """*layers* and *correctors*: of each attention layer; *rule*: of a ratio."""
+        self._layers = layers
+        self._correctors = correctors
+        self._source = source
+        self._runner = runner
+        self._rule = rule
+        self._ranks = ranks
+        self._jobs: list[_Job] = []
+
+    def begin(self, request: BlendRequestMeta, server_id: bytes) -> None:
+        blocks = np.append(request.device_blocks, np.int32(NULL_BLOCK))
+        prompt = Prompt(torch.from_numpy(request.tokens), torch.from_numpy(blocks))
+        self._jobs.append(_Job(request, server_id, prompt, request.awaits_load))
+
+    def loaded(self, request_id: str, *, whole: bool) -> bool:
+        """The exact prefix of the request is in place, or not; whether it is one to blend."""
+        for job in self._jobs:
+            if job.request.request_id == request_id:
+                job.awaits_load = False
+                job.failed = job.failed or not whole
+                return True
+        return False
+
+    def advance(self, mapping: HostMapping | None, budget_tokens: int) -> list[Ended]:
+        """Run up to *budget_tokens* tokens through the model; what has ended by that."""
+        self._agree()
+        for job in self._jobs:
+            if job.selection is None and not job.awaits_load and not job.failed:
+                self._place(job, mapping)
+        self._agree()
+        for job in self._jobs:
+            while budget_tokens > 0 and not job.failed and job.step is not None:
+                budget_tokens -= self._run(job, budget_tokens)
+        over = [job for job in self._jobs if job.is_over]
+        self._jobs = [job for job in self._jobs if not job.is_over]
+        return [Ended(j.request.request_id, j.request.task_ids, not j.failed) for j in over]
+
+    def _agree(self) -> None:
+        """A request waits while it waits on any rank, and has failed if it has on any."""
+        if not self._jobs or self._ranks.world_size == 1:
+            return
+        flags = torch.tensor([[job.awaits_load, job.failed] for job in self._jobs]).int()
+        torch.distributed.all_reduce(
+            flags, torch.distributed.ReduceOp.MAX, group=self._ranks.cpu_group
+        )
+        for job, (awaits, failed) in zip(self._jobs, flags.bool().tolist(), strict=True):
+            job.awaits_load, job.failed = awaits, failed
+
+    def _place(self, job: _Job, mapping: HostMapping | None) -> None:
+        """Write the reused KV of *job* to its places, and let its rule begin."""
+        request = job.request
+        try:
+            mapped = current(mapping, job.server_id)
+            check_generations(mapped, request.slots, request.generations)
+            self._write(request, job.prompt, mapped)
+            check_generations(mapped, request.slots, request.generations)
+            job.selection = self._rule(request.ratio).select(request.plan, len(request.tokens))
+        except Exception as e:  # noqa: BLE001 - whatever is wrong costs a recompute, not the engine
+            self._give_up(job, e)
+
+    def _write(self, request: BlendRequestMeta, prompt: Prompt, mapping: HostMapping) -> None:
+        start, length, delta, _ = request.plan.runs
+        targets = request.plan.runs.tokens()
+        sources = targets - np.repeat(delta, length)
+        rows = torch.from_numpy(targets - np.repeat(start - request.first_row, length))
+        block_size = self._layers[0].tokens
+        places = slots_of(torch.from_numpy(targets), prompt.device_blocks, block_size)
+        rotations = {id(c): c.rotation(sources, targets) for c in self._correctors}
+        for number, (layer, corrector) in enumerate(
+            zip(self._layers, self._correctors, strict=True)
+        ):
+            keys, values = layer.read(self._source.read(mapping, request.slots, number))
+            layer.write(rotations[id(corrector)].apply(keys[rows]), values[rows], places)
+
+    def _run(self, job: _Job, budget_tokens: int) -> int:
+        """Take the next step of *job*, or a part of it; how many tokens were run."""
+        assert job.selection is not None
+        assert job.step is not None
+        step, rest = split(job.step, budget_tokens)
+        try:
+            scores = self._runner.run(job.prompt, step)
+        except Exception as e:  # noqa: BLE001 - as in _place
+            self._give_up(job, e)
+            return len(step.positions)
+        if job.scores is not None:
+            scores = np.maximum(scores, job.scores)
+        job.scores = None if rest is None else scores
+        if rest is None:
+            job.selection.advance(scores)
+        else:
+            job.selection.step = rest
+        return len(step.positions)
+
+    def _give_up(self, job: _Job, problem: Exception) -> None:
+        job.failed = True
+        _log.warning("request %s is not blended: %s", job.request.request_id, problem)

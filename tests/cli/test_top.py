@@ -1,0 +1,168 @@
+"""`kvstrata top`, in a terminal of its own."""
+
+import fcntl
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyte
+import pytest
+from tests.cli.processes import LONGEST_SECONDS, command, environment, kvstrata
+from tests.cli.traffic import engine, find, prompt, save, serving
+
+
+class Terminal:
+    """A pty with somebody who reads it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.screen = pyte.Screen(100, 30)
+        self._stream = pyte.ByteStream(self.screen)
+        self.fd, theirs = pty.openpty()
+        self.resize(100, 30)
+        self.settings = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        self.process = subprocess.Popen(
+            command(*arguments),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment(TERM="xterm-256color", COLUMNS="90", LINES="24"),  # not so, see resize
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - Ctrl-C
+        )
+        self.seen = b""
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.screen.resize(lines, columns)
+
+    def read(self, seconds: float = 0.1) -> bool:
+        """Whether something came within *seconds*."""
+        if not select.select([self.fd], [], [], seconds)[0]:
+            return False
+        data = os.read(self.fd, 65536)
+        self.seen += data
+        self._stream.feed(data)
+        return True
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, (
+                self.process.poll(),
+                self.seen[-500:],
+                self.screen.display,
+            )
+            self.read()
+
+    def shows(self, text: str) -> bool:
+        return any(text in line for line in self.screen.display)
+
+    def type(self, text: bytes) -> None:
+        os.write(self.fd, text)
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def settings_now(self) -> list[object]:
+        return list(termios.tcgetattr(self._theirs))
+
+    def close(self) -> None:
+        if not self.ended():
+            self.process.kill()
+            self.process.wait()
+        os.close(self.fd)
+        os.close(self._theirs)
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    made = Terminal(*arguments)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    "key", [b"q", b"\x03", b"\x04", b""], ids=["q", "ctrl-c", "ctrl-d", "terminated"]
+)
+def test_it_follows_the_traffic_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, key: bytes
+) -> None:
+    with serving(tmp_path, "--host-size", "4MiB") as path, engine(path) as client:
+        save(client, prompt("a", 8))
+        with terminal("top", "--socket", str(path), "--interval", "0.3") as screen:
+            screen.until(lambda: screen.shows("8 blocks") and screen.shows("tiny"))
+            assert screen.shows("512.0 KiB")
+            assert screen.shows("hit rate -")
+            find(client, prompt("a", 8))
+            screen.until(lambda: screen.shows("100.0%") and screen.shows("hottest prompts"))
+            assert screen.shows(prompt("a", 8)[-1].hex()[:12])
+            screen.type(key) if key else screen.process.terminate()
+            screen.until(screen.ended)
+            screen.read(0.2)
+            assert screen.process.returncode == 0
+            assert screen.settings_now() == screen.settings
+            assert screen.seen.rstrip().endswith((b"\x1b[?1049l\x1b[?25h", b"\x1b[?25h\x1b[?1049l"))
+
+
+def test_it_is_drawn_anew_when_the_terminal_changes_its_size(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host-size", "4MiB") as path, engine(path) as client:
+        save(client, prompt("a", 8))
+        with terminal("top", "--socket", str(path), "--interval", "60") as screen:
+            screen.until(lambda: screen.shows("tiny"))
+            while screen.read(0.5):  # the whole picture
+                pass
+            screen.resize(60, 12)
+            screen.until(lambda: screen.shows("kvstrata top"))
+            screen.type(b"q")
+            screen.until(screen.ended)
+            assert screen.process.returncode == 0
+
+
+def test_a_server_that_ends_is_told_and_its_successor_is_found(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host-size", "4MiB", "--block-bytes", "64KiB") as path:
+        screen = Terminal("top", "--socket", str(path), "--interval", "0.3")
+        screen.until(lambda: screen.shows("0 blocks"))
+    try:
+        screen.until(lambda: screen.shows("no server answers") or screen.shows("is lost"))
+        with serving(tmp_path, "--host-size", "4MiB", "--block-bytes", "64KiB"):
+            screen.until(lambda: not screen.shows("no server") and not screen.shows("is lost"))
+            screen.type(b"q")
+            screen.until(screen.ended)
+    finally:
+        screen.close()
+
+
+def test_once_prints_one_picture_and_json(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host-size", "4MiB") as path, engine(path) as client:
+        save(client, prompt("a", 8))
+        find(client, prompt("a", 8))
+        once = ("top", "--socket", str(path), "--once", "--interval", "0.2")
+        shown = kvstrata(*once)
+        as_json = kvstrata(*once, "--json")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "512.0 KiB" in shown.stdout
+    assert "\x1b" not in shown.stdout
+    value = json.loads(as_json.stdout)
+    assert value["report"]["tiers"][0]["used_blocks"] == 8
+    assert [run["hits"] for run in value["hottest"]] == [1]
+    assert value["activity"]["hit_rate"] is None
+
+
+def test_wrong_uses_are_named(tmp_path: Path) -> None:
+    absent = kvstrata("top", "--socket", str(tmp_path / "none"), "--once")
+    assert (absent.returncode, "no server answers" in absent.stderr) == (1, True)
+    no_terminal = kvstrata("top", "--socket", str(tmp_path / "none"))
+    assert (no_terminal.returncode, "give --once" in no_terminal.stderr) == (2, True)
+    live_json = kvstrata("top", "--json")
+    assert (live_json.returncode, "--json prints once" in live_json.stderr) == (2, True)

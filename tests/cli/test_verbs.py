@@ -1,0 +1,123 @@
+"""`kvstrata clear`, `drain` and `warm`, as a user calls them."""
+
+import json
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.cli.processes import kvstrata, until
+from tests.cli.traffic import NAMESPACE, engine, find, prompt, save, serving
+
+TIERS = ("--host-size", "4MiB", "--disk")
+
+
+def wait_written(path: Path, blocks: int) -> None:
+    def written() -> bool:
+        found = json.loads(kvstrata("stats", "--socket", str(path), "--json").stdout)
+        return bool(found["servers"][0]["report"]["tiers"][1]["used_blocks"] == blocks)
+
+    until(written, 30, path.parent / "server.log")
+
+
+def test_clear_says_first_what_would_go_and_then_takes_it(tmp_path: Path) -> None:
+    with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path) as client:
+        save(client, prompt("a", 8))
+        wait_written(path, 8)
+        where = ("--namespace", NAMESPACE.hex(), "--tier", "host", "--socket", str(path))
+        dry = kvstrata("clear", *where, "--dry-run")
+        assert find(client, prompt("a", 8)) == 8
+        done = kvstrata("clear", *where, "--json")
+        everything = kvstrata("clear", "--all", "--socket", str(path), "--json")
+        gone = client.get_match(NAMESPACE, prompt("a", 8))
+    assert (dry.returncode, dry.stderr) == (0, "")
+    assert "would be cleared" in dry.stdout
+    assert "512.0 KiB" in dry.stdout
+    (row,) = json.loads(done.stdout)["servers"]
+    assert row["tiers"] == [{"tier": "host", "blocks": 8, "bytes": 8 * 65536}]
+    assert (row["in_use_blocks"], row["lost_blocks"], row["dry_run"]) == (0, 0, False)
+    (row,) = json.loads(everything.stdout)["servers"]
+    assert [each["blocks"] for each in row["tiers"]] == [0, 8]
+    assert gone.matched_blocks == 0
+
+
+def test_drain_says_when_it_is_safe_and_can_be_undone(tmp_path: Path) -> None:
+    with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path) as client:
+        save(client, prompt("a", 8))
+        drained = kvstrata("drain", "--socket", str(path))
+        refused = client.put_match(NAMESPACE, prompt("b", 2))
+        running = kvstrata("drain", "--socket", str(path), "--undo", "--json")
+        taken = client.put_match(NAMESPACE, prompt("b", 2))
+        client.launch([taken.task_id])
+        late = kvstrata("drain", "--socket", str(path), "--timeout", "0.3")
+    assert drained.returncode == 0
+    assert "safe to stop: all blocks are written" in drained.stdout
+    assert refused.task_id == 0
+    assert json.loads(running.stdout)["drain"] == "off"
+    assert len(taken.slots) == 2
+    assert late.returncode == 1
+    assert "not safe to stop: 0 blocks wait, 1 saves run" in late.stdout
+
+
+def test_warm_brings_a_prompt_up_from_disk_by_request_or_keys(tmp_path: Path) -> None:
+    with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path) as client:
+        save(client, prompt("a", 8), request="cmpl-1")
+        wait_written(path, 8)
+        at = ("--socket", str(path))
+        kvstrata("clear", "--tier", "host", *at)
+        by_request = kvstrata("warm", "--request", "cmpl-1", *at)
+        before = client.get_match(NAMESPACE, prompt("a", 8))
+        client.cancel([before.task_id])
+        client.ping()
+        kvstrata("clear", "--tier", "host", *at)
+        listed = tmp_path / "keys"
+        listed.write_text("\n".join(key.hex() for key in [*prompt("a", 8), *prompt("x", 1)]))
+        by_keys = kvstrata("warm", "--keys-from", str(listed), "--json", *at)
+    assert (by_request.returncode, by_request.stderr) == (0, "")
+    assert by_request.stdout == "cmpl-1: 8 of 8 blocks are in host memory\n"
+    assert before.disk_blocks == 0
+    assert by_keys.returncode == 1  # one is nowhere
+    (row,) = json.loads(by_keys.stdout)["prompts"]
+    assert (row["host_blocks"], row["asked_blocks"]) == (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["clear"], "nothing says what to clear"),
+        (["clear", "--all", "--tier", "host"], "--all is every namespace"),
+        (["clear", "--namespace", "xyz"], "'xyz' is not a namespace: 32 hexadecimal digits"),
+        (["clear", "--tier", "tape"], "no tier 'tape'"),
+        (["warm"], "give one of FILE, --request and --keys-from"),
+        (["warm", "--request", "r", "--keys-from", "f"], "give one of"),
+        (["warm", "--request", "unheard"], "no block of a request 'unheard' is known"),
+        (["warm", "--keys-from", "/nowhere/x"], "cannot read /nowhere/x"),
+        (["page", "--listen", "here"], "--listen 'here' is no address and port"),
+        (["page", "--listen", "name:80"], "'name' is no IP address"),
+        (["page", "--listen", "0.0.0.0:8765"], "needs a token"),
+        (["page", "--admin"], "needs a token"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input_is_named(tmp_path: Path, arguments: list[str], said: str) -> None:
+    with serving(tmp_path, "--host-size", "4MiB") as path, engine(path):
+        result = kvstrata(*arguments, "--socket", str(path))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = kvstrata("page", "--listen", address, "--socket", str(tmp_path / "s"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "cannot listen at 127.0.0.1" in result.stderr
+
+
+def test_short_tokens_are_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("short")
+    result = kvstrata("page", "--token-file", str(token), "--socket", str(tmp_path / "s"))
+    assert result.returncode == 2
+    assert "fewer than 16" in result.stderr
+    assert "short" not in result.stderr.replace(str(token), "")

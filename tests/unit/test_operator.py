@@ -1,0 +1,249 @@
+"""What operators ask: clearing tiers, draining, finding prompts, and the hottest of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.caches import (
+    ALICE,
+    BLOCK_BYTES,
+    BOB,
+    PATIENCE_SECONDS,
+    config,
+    contents,
+    eventually,
+    keys,
+    load,
+    save,
+    write,
+)
+
+from kvstrata.core.errors import ConfigError
+from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import TaskState
+from kvstrata.testing.memory import MemoryStore
+
+PROMPT = keys(1, 2, 3, 4)
+
+
+@contextmanager
+def opened(slots: int, disk: Path | None = None, **changes: object) -> Iterator[KVManager]:
+    made = KVManager(config(slots, disk, 64, **changes), block_bytes=BLOCK_BYTES)
+    try:
+        yield made
+        made.check()
+    finally:
+        made.close()
+
+
+def written(manager: KVManager) -> None:
+    assert manager._lower["disk"].drain(PATIENCE_SECONDS)
+
+
+def test_dry_run_tells_what_clearing_would_take_and_takes_nothing(tmp_path: Path) -> None:
+    with opened(8, tmp_path) as manager:
+        save(manager, ALICE, PROMPT)
+        written(manager)
+        save(manager, BOB, keys(7))
+        written(manager)
+        host = manager.operator.clear(ALICE, "host", dry_run=True)
+        every = manager.operator.clear(None, None, dry_run=True)
+        assert load(manager, ALICE, PROMPT) == contents(ALICE, PROMPT)
+    assert (host.blocks, host.in_use_blocks, host.lost_blocks) == ({"host": 4}, 0, 0)
+    assert (every.blocks, every.lost_blocks) == ({"host": 5, "disk": 5}, 5)
+
+
+def test_host_is_cleared_and_the_disk_still_has_the_blocks(tmp_path: Path) -> None:
+    with opened(8, tmp_path) as manager:
+        save(manager, ALICE, PROMPT)
+        save(manager, BOB, keys(7))
+        written(manager)
+        report = manager.operator.clear(ALICE, "host")
+        assert report.blocks == {"host": 4}
+        assert manager.operator.locate(ALICE, PROMPT) == (0, 4)
+        assert manager.operator.locate(BOB, keys(7)) == (1, 1)
+        manager.check()
+        assert load(manager, ALICE, PROMPT) == contents(ALICE, PROMPT)
+
+
+def test_disk_is_cleared_for_good_and_takes_the_blocks_again(tmp_path: Path) -> None:
+    with opened(8, tmp_path) as manager:
+        save(manager, ALICE, PROMPT)
+        written(manager)
+        assert manager.operator.clear(ALICE, "disk").blocks == {"disk": 4}
+        assert manager.operator.clear(ALICE, "host").lost_blocks == 4
+        assert load(manager, ALICE, PROMPT) == []
+        manager.check()
+    with opened(8, tmp_path) as manager:
+        assert manager.operator.locate(ALICE, PROMPT) == (0, 0)
+        save(manager, ALICE, PROMPT)
+        written(manager)
+    with opened(8, tmp_path) as manager:
+        assert load(manager, ALICE, PROMPT) == contents(ALICE, PROMPT)
+
+
+def test_clearing_all_tiers_forgets_the_namespace_and_it_can_begin_anew(tmp_path: Path) -> None:
+    with opened(8, tmp_path) as manager:
+        save(manager, ALICE, PROMPT)
+        save(manager, BOB, keys(7))
+        written(manager)
+        manager.pin(ALICE, PROMPT, 60.0)
+        assert manager.operator.clear(ALICE, None).blocks == {"host": 4, "disk": 4}
+        assert load(manager, ALICE, PROMPT) == []
+        assert manager.stats().pins == []
+        assert load(manager, BOB, keys(7)) == contents(BOB, keys(7))
+        save(manager, ALICE, PROMPT[:2])
+        assert load(manager, ALICE, PROMPT) == contents(ALICE, PROMPT[:2])
+    with opened(8, tmp_path) as manager:
+        assert manager.operator.locate(ALICE, PROMPT) == (0, 2)
+
+
+def test_blocks_that_somebody_uses_stay_when_a_tier_is_cleared(tmp_path: Path) -> None:
+    with opened(8, tmp_path) as manager:
+        save(manager, ALICE, PROMPT)
+        written(manager)
+        read = manager.get_match(ALICE, PROMPT[:2])
+        saving = manager.put_match(ALICE, keys(1, 2, 3, 4, 5), parent=None)
+        manager.launch([read.task_id, saving.task_id])
+        report = manager.operator.clear(None, "host")
+        assert (report.blocks, report.in_use_blocks) == ({"host": 2}, 2)
+        assert [bytes(manager.view(s)) for s in read.slots] == contents(ALICE, PROMPT[:2])
+        assert manager.operator.clear(None, "disk").in_use_blocks == 2
+        write(manager, saving, ALICE, keys(1, 2, 3, 4, 5))
+        manager.complete([read.task_id, saving.task_id])
+        manager.check()
+        assert load(manager, ALICE, PROMPT[:2]) == contents(ALICE, PROMPT[:2])
+
+
+def test_pinned_blocks_stay_when_a_tier_is_cleared() -> None:
+    with opened(8) as manager:
+        save(manager, ALICE, PROMPT)
+        number, _ = manager.pin(ALICE, PROMPT[:1], 60.0)
+        report = manager.operator.clear(ALICE, "host")
+        assert (report.blocks, report.in_use_blocks) == ({"host": 3}, 1)
+        manager.unpin(number)
+        assert manager.operator.clear(ALICE, "host").blocks == {"host": 1}
+
+
+def test_a_tier_that_there_is_not_is_named() -> None:
+    with opened(4) as manager, pytest.raises(ConfigError, match="no tier 'disk'") as e:
+        manager.operator.clear(None, "disk")
+    assert e.value.hint == "it has host"
+
+
+def test_the_remote_tier_is_cleared_of_a_namespace() -> None:
+    store = MemoryStore(block_bytes=BLOCK_BYTES, capacity_blocks=64)
+    manager = KVManager(config(8), block_bytes=BLOCK_BYTES, remote=store)
+    save(manager, ALICE, PROMPT)
+    save(manager, BOB, keys(7))
+    assert manager._lower["remote"].drain(PATIENCE_SECONDS)
+    assert manager.operator.clear(ALICE, "remote").blocks == {"remote": 4}
+    assert store.exists([ALICE + k for k in PROMPT]) == [False] * 4
+    assert store.exists([BOB + keys(7)[0]]) == [True]
+    manager.check()
+    manager.close()
+
+
+def test_a_namespace_that_is_cleared_keeps_its_quota() -> None:
+    with opened(8, quotas={"small": 0.25}) as manager:
+        manager.register_namespace(ALICE, {"model": "small"})
+        save(manager, ALICE, PROMPT)
+        assert manager.stats().tiers[0].used_blocks == 2
+        manager.operator.clear(ALICE, None)
+        save(manager, ALICE, PROMPT)
+        assert manager.stats().tiers[0].used_blocks == 2
+
+
+def test_drain_refuses_saves_writes_what_is_late_and_can_be_undone(tmp_path: Path) -> None:
+    with opened(8, tmp_path, write="evicted") as manager:
+        save(manager, ALICE, PROMPT)
+        running = manager.put_match(BOB, keys(7))
+        manager.launch([running.task_id])
+        assert (manager.stats().drain, manager.stats().tiers[1].used_blocks) == ("off", 0)
+        manager.operator.drain(True)
+        refused = manager.put_match(BOB, keys(8))
+        assert (refused.task_id, refused.state) == (0, TaskState.FAILED)
+        assert load(manager, ALICE, PROMPT) == contents(ALICE, PROMPT)
+        written(manager)
+        assert manager.stats().drain == "draining"  # a save is on its way
+        write(manager, running, BOB, keys(7))
+        manager.complete([running.task_id])
+        eventually(lambda: manager.stats().drain == "drained", "it is never drained")
+        assert manager.stats().tiers[1].used_blocks >= 4
+        manager.operator.drain(False)
+        assert manager.stats().drain == "off"
+        save(manager, BOB, keys(8))
+        assert load(manager, BOB, keys(8)) == contents(BOB, keys(8))
+
+
+def test_prompts_are_found_by_their_last_block() -> None:
+    with opened(8) as manager:
+        save(manager, ALICE, PROMPT)
+        found = manager.operator.prompt(ALICE, PROMPT[2])
+        assert [bytes(k) for k in found] == PROMPT[:3]
+        assert len(manager.operator.prompt(BOB, PROMPT[2])) == 0
+        assert manager.operator.locate(ALICE, [*PROMPT, *keys(9)]) == (4, 4)
+
+
+def test_hottest_prompts_are_a_tree_of_runs_with_their_hits() -> None:
+    with opened(16) as manager:
+        long, other = keys(1, 2, 3, 4, 5), keys(1, 2, 8, 9)
+        for prompt in (long, other, keys(6)):
+            save(manager, ALICE, prompt)
+        for prompt, times in ((long, 3), (other, 2), (keys(6), 1), (long[:4], 1)):
+            for _ in range(times):
+                load(manager, ALICE, prompt)
+        runs = manager.operator.hottest(8)
+        first = manager.operator.hottest(2)
+    shape = [(r.above, r.first_block, r.blocks, r.hits, r.children) for r in runs]
+    assert shape == [
+        (-1, 0, 2, 6, 2),  # what the two begin with
+        (0, 2, 2, 4, 1),
+        (1, 4, 1, 3, 0),
+        (0, 2, 2, 2, 0),
+        (-1, 0, 1, 1, 0),
+    ]
+    assert [bytes.fromhex(r.last_block) for r in runs][:3] == [long[1], long[3], long[4]]
+    assert {r.host_blocks - r.blocks for r in runs} == {0}
+    assert first == runs[:2]
+
+
+def test_hottest_looks_at_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.manager.prompts._MOST_BLOCKS", 3)
+    with opened(16) as manager:
+        save(manager, ALICE, PROMPT)
+        load(manager, ALICE, PROMPT)
+        (run,) = manager.operator.hottest(8)
+    assert (run.first_block, run.blocks, run.is_cut) == (1, 3, True)
+
+
+def test_hottest_leaves_out_what_is_gone() -> None:
+    with opened(16) as manager:
+        save(manager, ALICE, PROMPT)
+        load(manager, ALICE, PROMPT)
+        manager.reset(ALICE)
+        assert manager.operator.hottest(8) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hottest_of_any_prompts_counts_every_lookup_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with opened(128) as manager:
+        prompts = [
+            keys(*rng.integers(0, 2, size=int(rng.integers(1, 7))).tolist()) for _ in range(12)
+        ]
+        for prompt in prompts:
+            save(manager, ALICE, prompt)
+            load(manager, ALICE, prompt)
+        runs = manager.operator.hottest(64)
+        known = {k for prompt in prompts for k in prompt}
+    assert sum(r.blocks for r in runs) == len(known)
+    for number, run in enumerate(runs):
+        assert run.above < number
+        whole = [p for p in prompts if bytes.fromhex(run.last_block) in p]
+        assert run.hits == len(whole)
+        if run.above >= 0:
+            above = runs[run.above]
+            assert run.first_block == above.first_block + above.blocks

@@ -1,0 +1,275 @@
+"""Settings in the words of UCM and FlexKV."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvstrata.core import spellings_of_flexkv, spellings_of_ucm
+from kvstrata.core.config import Config, pipeline_string
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.load import Setting, explain, load_config
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+GIB = 1 << 30
+
+
+def ucm(store: dict[str, Any], name: str = "UcmPipelineStore", **top: Any) -> dict[str, Any]:
+    entry = {"ucm_connector_name": name, "ucm_connector_config": store}
+    return {"ucm_connectors": [entry], **top}
+
+
+CACHE_POSIX = {
+    "store_pipeline": "Cache|Posix",
+    "storage_backends": "/mnt/test",
+    "posix_capacity_gb": 100,
+}
+
+
+def tiers_of(overrides: dict[str, Any], environ: dict[str, str] | None = None) -> str:
+    return pipeline_string(load_config(overrides, environ=environ or {}).tiers)
+
+
+def fault_of(overrides: dict[str, Any], environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, environ=environ or {})
+    return str(caught.value)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="kvstrata.core.load")
+    return caplog
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """The file that the page shows for each language, and the tiers that it promises."""
+    found = re.findall(
+        r"^```(yaml|json)\n(.*?)^```\n\nis read as `tiers: ([^`]*)`", PAGE, re.MULTILINE | re.DOTALL
+    )
+    return {language: (text, tiers) for language, text, tiers in found}
+
+
+def test_the_file_of_ucm_that_the_page_shows_is_read_as_it_says(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    text, promised = examples()["yaml"]
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text(text)
+    assert tiers_of({"UCM_CONFIG_FILE": str(file)}) == promised
+    assert tiers_of(yaml.safe_load(text)) == promised
+    note, idle = log.messages[0], log.messages[1]
+    assert f"is read as tiers: {promised}" in note
+    assert (
+        "store_pipeline, storage_backends, cache_buffer_capacity_gb, posix_capacity_gb in the"
+        in note
+    )
+    assert str(file) in note
+    assert "without effect" in idle
+    assert all(name in idle for name in ("io_direct", "enable_event_sync", "use_layerwise"))
+    assert [record.levelname for record in log.records[:2]] == ["INFO", "WARNING"]
+
+
+def test_the_file_of_flexkv_that_the_page_shows_is_read_as_it_says(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    text, promised = examples()["json"]
+    file = tmp_path / "flexkv_config.json"
+    file.write_text(text)
+    assert tiers_of({}, {"FLEXKV_CONFIG_PATH": str(file)}) == promised
+    (note,) = log.messages
+    assert f"is read as tiers: {promised}" in note
+    assert f"cpu_cache_gb, ssd_cache_gb, ssd_cache_dir in the file {file}" in note
+
+
+def test_every_setting_that_the_page_names_is_known() -> None:
+    tables = "".join(line for line in PAGE.splitlines(keepends=True) if line.startswith("|"))
+    names = set(re.findall(r"`([a-z][a-z_]*_[a-z_]+)[`:]", tables))
+    ours = {"max_blocks_per_file", "tokens_per_block", "huge_pages", "load_mode"}
+    theirs = (
+        {*spellings_of_ucm.NAMES, *spellings_of_ucm._TIERS, *spellings_of_ucm._IDLE_OF_STORES}
+        | {*spellings_of_flexkv._TIERS, *spellings_of_flexkv.REFUSED, *spellings_of_flexkv.IDLE}
+        | {"ucm_connector_module_path"}
+    )
+    assert len(names) > 25
+    assert names - theirs - ours == set()
+
+
+@pytest.mark.parametrize(
+    ("store", "name", "tiers"),
+    [
+        (CACHE_POSIX, "UcmPipelineStore", "host:auto | disk:/mnt/test:100GiB"),
+        (CACHE_POSIX | {"store_pipeline": "Posix"}, "UcmPipelineStore", "host:auto | disk:/mnt/test:100GiB"),
+        (
+            {"store_pipeline": "Cache|Empty", "cache_buffer_capacity_gb": 32},
+            "UcmPipelineStore",
+            "host:32GiB",
+        ),
+        (
+            {"storage_backends": "/a:/b", "storage_capacity": 5 * GIB, "use_direct": False},
+            "UcmNfsStore",
+            "host:auto | disk:/a,/b:5GiB",
+        ),
+    ],
+)  # fmt: skip
+def test_stores_of_ucm(store: dict[str, Any], name: str, tiers: str) -> None:
+    assert tiers_of(ucm(store, name)) == tiers
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (ucm(CACHE_POSIX | {"posix_capacity_gb": 0}), ["no bound", "posix_capacity_gb"]),
+        (ucm(CACHE_POSIX | {"storage_backends": "relative"}), ["'relative' is not absolute"]),
+        (ucm(CACHE_POSIX | {"posix_capacity": 3}), ["unknown setting 'posix_capacity' of UCM"]),
+        (ucm(CACHE_POSIX | {"posix_capacity_gb": "many"}), ["posix_capacity_gb", "'many'"]),
+        (ucm(CACHE_POSIX | {"store_pipeline": "Cache|Ds3fs"}), ["'Cache|Ds3fs'", "give `tiers`"]),
+        (ucm({}, "UcmMooncakeStore"), ["store UcmMooncakeStore", "give `tiers`"]),
+        (ucm(CACHE_POSIX, hit_ratio=0.9), ["hit_ratio"]),
+        (ucm(CACHE_POSIX, ucm_sparse_config={"GSA": {}}), ["ucm_sparse_config", "attention_hook"]),
+        (ucm({"store_pipeline": "Posix", "posix_capacity_gb": 1}), ["storage_backends is not set"]),
+        ({"ucm_connectors": []}, ["has 0 entries"]),
+        ({"ucm_connectors": 5}, ["a list is expected", "got 5"]),
+        ({"ucm_connectors": ["UcmNfsStore"]}, ["a mapping is expected"]),
+        ({"UCM_CONFIG_FILE": "/not/there.yaml"}, ["/not/there.yaml", "UCM_CONFIG_FILE"]),
+        ({"UCM_CONFIG_FIEL": "/a"}, ["unknown setting 'UCM_CONFIG_FIEL'"]),
+        ({"tiers": "host:1GiB", **ucm(CACHE_POSIX)}, ["words of UCM", "storage_backends", "once more"]),
+    ],
+)  # fmt: skip
+def test_what_ucm_has_and_kvstrata_has_not_is_refused(
+    overrides: dict[str, Any], parts: list[str]
+) -> None:
+    fault = fault_of(overrides)
+    assert [part for part in parts if part not in fault] == []
+    assert "hint:" in fault or "remedy:" in fault
+
+
+def test_an_empty_sparse_configuration_asks_for_nothing() -> None:
+    assert tiers_of(ucm(CACHE_POSIX, ucm_sparse_config={})) == "host:auto | disk:/mnt/test:100GiB"
+
+
+@pytest.mark.parametrize(
+    ("environ", "tiers"),
+    [
+        ({"FLEXKV_CPU_CACHE_GB": "8"}, "host:8GiB"),
+        ({"FLEXKV_CPU_CACHE_GB": "8", "FLEXKV_SSD_CACHE_GB": "0"}, "host:8GiB"),
+        (
+            {"FLEXKV_SSD_CACHE_GB": "64", "FLEXKV_SSD_CACHE_DIR": "/a;/b;"},
+            "host:16GiB | disk:/a,/b:64GiB",
+        ),
+        ({"FLEXKV_CPU_CACHE_GB": "8", "FLEXKV_ENABLE_GDS": "0", "ENABLE_FLEXKV": "1"}, "host:8GiB"),
+        ({"FLEXKV_EVICTION_POLICY": "lru", "FLEXKV_INSTANCE_NUM": "1"}, "host:16GiB"),
+        ({"FLEXKV_IOURING_ENTRIES": "512"}, "host:auto"),
+    ],
+)
+def test_variables_of_flexkv(environ: dict[str, str], tiers: str) -> None:
+    assert tiers_of({}, environ) == tiers
+
+
+def test_the_other_settings_of_flexkv_that_mean_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "flexkv.yml"
+    file.write_text(
+        "cpu_cache_gb: 8\nssd_cache_gb: 20\nssd_cache_dir: [/a, /b]\nenable_ssd: true\n"
+        "enable_cpu: true\ntokens_per_block: 128\nmax_blocks_per_file: 100\n"
+        "use_hugepage_cpu_buffer: true\nhugepage_size_bytes: 2097152\n"
+    )
+    config = load_config({}, environ={"FLEXKV_CONFIG_PATH": str(file)})
+    assert config == Config.model_validate(
+        {
+            "tiers": [
+                {"kind": "host", "capacity": 8 * GIB, "huge_pages": True},
+                {
+                    "kind": "disk",
+                    "paths": ["/a", "/b"],
+                    "capacity": 20 * GIB,
+                    "max_blocks_per_file": 100,
+                },
+            ],
+            "tokens_per_block": 128,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"FLEXKV_CPU_CAHCE_GB": "8"}, ["'cpu_cahce_gb' of FlexKV", "FLEXKV_CPU_CAHCE_GB", "did you mean"]),
+        ({"FLEXKV_SSD_CACHE_GB": "8"}, ["ssd_cache_gb is set and ssd_cache_dir is not", "give the directory"]),
+        ({"FLEXKV_SSD_CACHE_GB": "8", "FLEXKV_SSD_CACHE_DIR": "./x"}, ["'./x' is not absolute"]),
+        ({"FLEXKV_CPU_CACHE_GB": "-1"}, ["cpu_cache_gb", "FLEXKV_CPU_CACHE_GB"]),
+        ({"FLEXKV_TOKENS_PER_BLOCK": "16.5"}, ["tokens_per_block: a whole number is expected"]),
+        ({"FLEXKV_ENABLE_GDS": "1"}, ["enable_gds", "blocks go through host memory"]),
+        ({"FLEXKV_INSTANCE_NUM": "2"}, ["instance_num", "kvstrata server"]),
+        ({"FLEXKV_SERVER_LAUNCH_MODE": "external"}, ["server_launch_mode", "server: attached"]),
+        ({"FLEXKV_EVICTION_POLICY": "lfu"}, ["eviction_policy", "s3fifo"]),
+        ({"ENABLE_FLEXKV": "0"}, ["enable_flexkv", "without --kv-transfer-config"]),
+        ({"FLEXKV_CONFIG_PATH": "/not/there.json"}, ["/not/there.json", "FLEXKV_CONFIG_PATH"]),
+    ],
+)  # fmt: skip
+def test_what_flexkv_has_and_kvstrata_has_not_is_refused(
+    environ: dict[str, str], parts: list[str]
+) -> None:
+    fault = fault_of({}, environ)
+    assert [part for part in parts if part not in fault] == []
+    assert "hint:" in fault
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("num_cpu_blocks: 100", ["num_cpu_blocks", "give cpu_cache_gb"]),
+        ("enable_ssd: true", ["enable_ssd is true and ssd_cache_gb is not set"]),
+        (
+            "enable_ssd: false\nssd_cache_gb: 5\nssd_cache_dir: /a",
+            ["enable_ssd is false and ssd_cache_gb is set", "take"],
+        ),
+        ("enable_remote: true", ["enable_remote", "lowest tier"]),
+        ("use_mooncake_store_backend: true", ["mooncake://HOST:PORT"]),
+        ("cpu_cache_gb: 4", ["cpu_cache_gb is '8'", "and 4", "take one of them away"]),
+        ("CacheConfig: {}", ["unknown setting 'CacheConfig' of FlexKV"]),
+    ],
+)
+def test_what_a_file_of_flexkv_must_not_say(content: str, parts: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "flexkv.yml"
+    file.write_text(content)
+    fault = fault_of({}, {"FLEXKV_CONFIG_PATH": str(file), "FLEXKV_CPU_CACHE_GB": "8"})
+    assert [part for part in parts if part not in fault] == []
+
+
+def test_a_password_is_in_no_error(tmp_path: Path) -> None:
+    file = tmp_path / "flexkv.yml"
+    file.write_text("redis_password: hunter2\n")
+    fault = fault_of({}, {"FLEXKV_CONFIG_PATH": str(file)})
+    assert "redis_password" in fault
+    assert "hunter2" not in fault
+
+
+def test_their_words_and_ours_can_stand_side_by_side_where_they_differ() -> None:
+    environ = {"FLEXKV_CPU_CACHE_GB": "8", "KVSTRATA_PREFAULT": "no"}
+    settings = explain({"tokens_per_block": 32}, environ=environ)
+    assert settings["tiers"].source == "FLEXKV_CPU_CACHE_GB in the environment"
+    assert settings["prefault"] == Setting(value=False, source="environment KVSTRATA_PREFAULT")
+    assert settings["tokens_per_block"].value == 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ"),
+    [
+        ({"tiers": "host:8GiB"}, {"FLEXKV_CPU_CACHE_GB": "8"}),
+        ({}, {"KVSTRATA_TIERS": "host:8GiB", "FLEXKV_CPU_CACHE_GB": "8"}),
+        (ucm(CACHE_POSIX), {"FLEXKV_CPU_CACHE_GB": "8"}),
+    ],
+)
+def test_tiers_are_said_once(overrides: dict[str, Any], environ: dict[str, str]) -> None:
+    fault = fault_of(overrides, environ)
+    assert "tiers is set in words of FlexKV (from FLEXKV_CPU_CACHE_GB in the environment)" in fault
+    assert "take one of them away" in fault
+
+
+def test_a_wrong_value_of_theirs_is_named_with_its_source() -> None:
+    fault = fault_of({}, {"FLEXKV_TOKENS_PER_BLOCK": "0"})
+    assert "tokens_per_block" in fault
+    assert "FLEXKV_TOKENS_PER_BLOCK in the environment" in fault

@@ -1,0 +1,192 @@
+"""What only the engine's own process can see of blending's ground: run there, told in a file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvstrata.blend.position import PositionCorrector
+from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.blend.gate import check_model
+from kvstrata.integration.vllm.blend.model import calling_model
+from kvstrata.integration.vllm.blend.nested import NestedForward, Part, slots_of
+from kvstrata.integration.vllm.blend.pages import TokenPages, learn_page_map
+from kvstrata.integration.vllm.blend.ropes import correctors
+from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.connector import KVStrataConnector
+from kvstrata.integration.vllm.geometry import pages_from_tensors
+
+KV = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Ground:
+    """A model, its pages by token and forwards of chosen tokens, in an engine that starts."""
+
+    def __init__(
+        self, connector: KVStrataConnector, vllm_config: VllmConfig, planned: KVCacheConfig
+    ) -> None:
+        half = connector._copies.half
+        (group,) = half.geometry.groups
+        self.block_size = group.block_size
+        self.vocabulary = vllm_config.model_config.get_vocab_size()
+        self.positions = vllm_config.model_config.max_model_len
+        context = vllm_config.compilation_config.static_forward_context
+        self.attention: dict[str, Any] = {name: context[name] for name in group.layers}
+        self._planned, self._geometry = planned, half.geometry
+        self._vllm_config = vllm_config
+
+    def find(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Called below ``register_kv_caches``: the model is one of its callers'."""
+        (self.pages,) = pages_from_tensors(kv_caches, self._geometry, self._planned)
+        model = calling_model(self.attention)
+        device = self.pages[0].device
+        self.nested = NestedForward(model, self._vllm_config, self._planned, device)
+        self.layers = {
+            name: TokenPages(layer, page, learn_page_map(layer, page, 0, self.block_size))
+            for (name, layer), page in zip(self.attention.items(), self.pages, strict=True)
+        }
+        self.correctors = correctors(model, self.attention)
+
+    def tokens(self, count: int) -> torch.Tensor:
+        return torch.randint(self.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
+
+    def read(self, blocks: torch.Tensor, count: int) -> KV:
+        read = (layer.read_blocks(blocks) for layer in self.layers.values())
+        return [(keys[:count].clone(), values[:count].clone()) for keys, values in read]
+
+
+def equal(left: KV, right: KV) -> bool:
+    return all(
+        torch.equal(a, b)
+        for one, two in zip(left, right, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+def written_is_read(ground: Ground) -> dict[str, Any]:
+    """Random KV of some tokens, and what is in all tokens before and after."""
+    blocks = torch.tensor([3, 7])
+    count = 2 * ground.block_size
+    ground.nested.run([Part(ground.tokens(count), torch.arange(count), blocks.int())])
+    before = ground.read(blocks, count)
+    some = torch.randperm(count)[: count // 3].sort().values
+    others = torch.tensor([i for i in range(count) if i not in some.tolist()])
+    right = True
+    for layer, old in zip(ground.layers.values(), before, strict=True):
+        keys, values = (torch.randn_like(part[some]) for part in old)
+        layer.write(keys, values, slots_of(some, blocks, ground.block_size))
+        for was, wrote, now in zip(old, (keys, values), layer.read_blocks(blocks), strict=True):
+            right &= torch.equal(now[some], wrote) and torch.equal(now[others], was[others])
+    return {"right": right}
+
+
+def recomputed_is_equal(ground: Ground) -> dict[str, Any]:
+    """Tokens that are spoilt and run again, in runs of every length, beside a whole prefill."""
+    count = 3 * ground.block_size - 5
+    blocks = torch.tensor([4, 9, 2], dtype=torch.int32)
+    tokens, positions = ground.tokens(count), torch.arange(count)
+    hidden = ground.nested.run([Part(tokens, positions, blocks)])
+    before = ground.read(blocks, count)
+    chosen = torch.rand(count, generator=torch.Generator().manual_seed(2)) < 0.4
+    some = positions[chosen]
+    for layer, old in zip(ground.layers.values(), before, strict=True):
+        keys, values = (torch.randn_like(part[some]) for part in old)
+        layer.write(keys, values, slots_of(some, blocks, ground.block_size))
+    spoilt_kv = ground.read(blocks, count)
+    again = ground.nested.run([Part(tokens[some], some, blocks)])
+    other = torch.tensor([11, 1, 6], dtype=torch.int32)
+    both = ground.nested.run([Part(tokens, positions, other), Part(tokens[some], some, blocks)])
+    return {
+        "spoilt": not equal(before, spoilt_kv),
+        "kv": equal(before, ground.read(blocks, count)),
+        "hidden": torch.equal(again, hidden[some]),
+        "batched": torch.equal(both, torch.cat([hidden, hidden[some]])),
+    }
+
+
+def gate_knows_the_model(ground: Ground) -> dict[str, Any]:
+    """What the gate says of the model's ropes, and of some that are not."""
+    ropes = {
+        "own": ground.correctors,
+        "pairs": [_with(c, is_neox=False) for c in ground.correctors],
+        "shifted": [_with(c, table=c._table.roll(7, 0)) for c in ground.correctors],
+        "slower": [
+            _with(c, table=c._table[torch.arange(c.positions) // 2]) for c in ground.correctors
+        ],
+        "one layer": [*ground.correctors[:-1], _with(ground.correctors[-1], is_neox=False)],
+    }
+    return {name: _verdict(ground, found) for name, found in ropes.items()}
+
+
+def _with(
+    corrector: PositionCorrector, *, is_neox: bool = True, table: torch.Tensor | None = None
+) -> PositionCorrector:
+    table = corrector._table if table is None else table
+    return PositionCorrector(table, rotary_dim=table.shape[1], is_neox=is_neox)
+
+
+def _verdict(ground: Ground, found: list[PositionCorrector]) -> str:
+    try:
+        check_model(
+            ground.nested,
+            ground.layers,
+            found,
+            vocabulary=ground.vocabulary,
+            positions=ground.positions,
+        )
+    except ConfigError as e:
+        return str(e)
+    return "let in"
+
+
+def taps_stop_behind_a_layer(ground: Ground) -> dict[str, Any]:
+    """Which layers have new KV after a forward that was stopped, and what was seen of it."""
+    count = ground.block_size
+    blocks, positions = torch.tensor([5], dtype=torch.int32), torch.arange(count)
+    taps = QueryTaps(list(ground.attention.values()))
+    ground.nested.run([Part(torch.zeros(count), positions, blocks)])
+    before = ground.read(blocks, count)
+    with taps.until(1, wanted=[0, 1]) as queries:
+        ground.nested.run([Part(ground.tokens(count), positions, blocks)])
+    stopped = ground.read(blocks, count)
+    ground.nested.run([Part(ground.tokens(count), positions, blocks)])
+    whole = ground.read(blocks, count)
+    return {
+        "changed": [not equal([a], [b]) for a, b in zip(before, stopped, strict=True)],
+        "final": [equal([a], [b]) for a, b in zip(stopped, whole, strict=True)],
+        "queries": {number: list(query.shape) for number, query in queries.items()},
+    }
+
+
+PROBES: dict[str, Callable[[Ground], dict[str, Any]]] = {
+    probe.__name__: probe
+    for probe in (
+        written_is_read,
+        recomputed_is_equal,
+        gate_knows_the_model,
+        taps_stop_behind_a_layer,
+    )
+}
+
+
+class ProbeConnector(KVStrataConnector):
+    """Runs all probes when the engine starts; ``PROBE_INTO`` names the file for what they say."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._parts = (vllm_config, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        ground = Ground(self, *self._parts)
+        ground.find(kv_caches)
+        told = {name: probe(ground) for name, probe in PROBES.items()}
+        into = Path(self._config.socket or "").with_suffix(".json")
+        into.write_text(json.dumps(told))
+        super().register_kv_caches(kv_caches)

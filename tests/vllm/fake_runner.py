@@ -1,0 +1,239 @@
+"""A forward whose KV is a function of the tokens, and which reads what it builds on.
+
+It writes into every page what only the right tokens in the right order give, and before
+it writes it checks all that it would read. So a page that was loaded wrongly, saved before it was
+computed, saved from a rejected draft, or given to two requests, is found in the step that uses it.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvstrata.integration.vllm.metadata import NULL_BLOCK, Load, StepPlan
+from kvstrata.integration.vllm.worker import WorkerHalf
+
+DEVICE_TOKENS = 4
+TOKENS = 8  # of a block of ours
+LAYERS = 4
+WRONG_TOKEN = 777_777
+SLOT_BYTES = 128  # of one token in one layer's page
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+# -- what the forward would compute --------------------------------------------------------------
+
+
+Context = tuple[tuple[int, bytes], ...]  # at which position what else goes into the KV
+
+
+def digests(tokens: list[int], context: Context = ()) -> list[bytes]:
+    """For each position 64 bytes that name all tokens, and of *context* all, up to it."""
+    others = dict(context)
+    chain, last = [], b""
+    for position, token in enumerate(tokens):
+        last = _digest(last, token, others.get(position, b""))
+        chain.append(last)
+    return chain
+
+
+def continuation(prompt: list[int], count: int, context: Context = ()) -> list[int]:
+    tokens: list[int] = []
+    last = digests(prompt, context)[-1]
+    for _ in range(count):
+        tokens.append(last[0] % 50 + 1000)
+        last = _digest(last, tokens[-1], b"")
+    return tokens
+
+
+def _digest(last: bytes, token: int, other: bytes) -> bytes:
+    return hashlib.blake2b(last + token.to_bytes(8, "little", signed=True) + other).digest()
+
+
+def row(digest: bytes, layer: int) -> Bytes:
+    return np.frombuffer(digest * (SLOT_BYTES // 64), dtype=np.uint8) ^ np.uint8(layer)
+
+
+@dataclass
+class Running:
+    """A request as a worker sees it."""
+
+    tokens: list[int]  # known: prompt, and what was sampled
+    blocks: list[list[int]]  # of each KV cache group
+    computed: int  # leading positions whose pages are right
+
+
+@dataclass
+class Forward:
+    """A request in one step: its positions from *start* on are computed."""
+
+    request: Running
+    start: int
+    chain: list[bytes]  # of each position what must be in its pages
+    sampled: list[int]
+    wrong: list[str] = field(default_factory=list)  # of what it has read
+
+
+class FakeRunner:
+    """Executes steps in order, as a model runner with our worker half would (vLLM
+    ``KVConnectorModelRunnerMixin``).
+
+    *pages* of each group and layer. A group reads what its layers can reach, and nothing else.
+    """
+
+    def __init__(self, half: WorkerHalf, pages: list[list[Bytes]], seed: int) -> None:
+        self.half = half
+        self.groups = half.geometry.groups
+        self.pages = pages
+        self.rng = random.Random(seed)
+        self.running: dict[str, Running] = {}
+        self.loaded_tokens: dict[str, int] = {}
+        self.contexts: dict[str, Context] = {}
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in output.finished_req_ids:
+            self.running.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            self.running[new.req_id] = Running(
+                list(new.prompt_token_ids),
+                [list(ids) for ids in new.block_ids],
+                new.num_computed_tokens,
+            )
+        cached = output.scheduled_cached_reqs
+        for request_id, new_blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            added = [list(ids) for ids in new_blocks or [[]] * len(self.groups)]
+            request = self.running[request_id]
+            if request_id in cached.resumed_req_ids:
+                request.tokens = list(cached.all_token_ids[request_id])
+                request.blocks, request.computed = added, computed
+            else:
+                for blocks, new_ones in zip(request.blocks, added, strict=True):
+                    blocks.extend(new_ones)
+                request.computed = min(request.computed, computed)  # less where a load has failed
+        plan: Any = output.kv_connector_metadata
+        for load in plan.loads:
+            self.loaded_tokens[load.request_id] = self.most_loaded(load)
+        if output.has_sync_kv_loads:
+            self.half.start_load(plan)
+        forwards = [
+            self.forward(self.running[request_id], count, output, request_id)
+            for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        self.run_layers(forwards, plan)
+        if not output.has_sync_kv_loads:
+            self.half.start_load(plan)
+        self.half.start_save(plan)
+        received, failed = self.half.collect()
+        invalid = self.half.take_invalid_blocks()
+        sampled = [self.sample(each, invalid) for each in forwards]
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=received,
+                failed_recving=failed,
+                invalid_block_ids=invalid,
+                kv_connector_worker_meta=self.half.report(),
+            ),
+        )
+
+    def forward(
+        self, request: Running, count: int, output: SchedulerOutput, request_id: str
+    ) -> "Forward":
+        """What the forward of *request* computes from right pages."""
+        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        start, end = request.computed, request.computed + count
+        known = len(request.tokens)
+        assert end - known in {drafts, 0} or end < known
+        context = self.contexts.get(request_id, ())
+        truth = request.tokens + continuation(request.tokens, drafts + 1, context)
+        wrong_from = known + self.rng.randint(0, drafts)  # drafts from here on are wrong
+        inputs = [t if i < wrong_from else t + 5000 for i, t in enumerate(truth)][:end]
+        accepted = min(wrong_from, end) - known
+        new = truth[known : known + accepted + 1] if end >= known else []
+        return Forward(request, start, digests(inputs, context), new)
+
+    def run_layers(self, forwards: "list[Forward]", plan: StepPlan) -> None:
+        """Layer by layer; what is computed is written before the connector is asked to wait."""
+        number = 0
+        for group, geometry in enumerate(self.groups):
+            for layer, page in zip(geometry.layers, self.pages[group], strict=True):
+                for forward in forwards:
+                    self.write(forward, group, page, number)
+                self.half.wait_for_layer(layer)
+                for forward in forwards:
+                    self.read(forward, group, page, number)
+                self.half.save_layer(plan, layer)
+                number += 1
+
+    def read(self, forward: "Forward", group: int, page: Bytes, layer: int) -> None:
+        needed = self.groups[group].reach.first_needed(forward.start)
+        for position in range(needed, forward.start):
+            at = self.cell(forward, group, page, position)
+            if not np.array_equal(at, row(forward.chain[position], layer)):
+                forward.wrong.append(
+                    f"position {position} of {forward.start}, group {group}, layer {layer} "
+                    "holds other bytes"
+                )
+
+    def write(self, forward: "Forward", group: int, page: Bytes, layer: int) -> None:
+        """What stands on wrong pages is wrong itself."""
+        for position in range(forward.start, len(forward.chain)):
+            at = self.cell(forward, group, page, position)
+            at[:] = 0xDD if forward.wrong else row(forward.chain[position], layer)
+
+    def cell(self, forward: "Forward", group: int, page: Bytes, position: int) -> Bytes:
+        """The bytes of *position* in a layer of *group*."""
+        block, slot = divmod(position, self.groups[group].block_size)
+        device_block = forward.request.blocks[group][block]
+        assert device_block != NULL_BLOCK, f"group {group} has no page of {position}"
+        cell: Bytes = page[device_block, slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        return cell
+
+    def sample(self, forward: "Forward", invalid: set[int]) -> list[int]:
+        """The tokens sampled: none within a prompt, else one and the drafts that were right.
+
+        Of a request that used *invalid* device blocks vLLM must drop whatever it is given.
+        """
+        request = forward.request
+        used = request.blocks[0][: -(-forward.start // self.groups[0].block_size)]
+        if not invalid.isdisjoint(used):
+            return [WRONG_TOKEN] * len(forward.sampled)
+        assert not forward.wrong, forward.wrong[0]
+        known = len(request.tokens)
+        request.tokens = request.tokens + forward.sampled
+        request.computed = min(len(forward.chain), known + max(0, len(forward.sampled) - 1))
+        return forward.sampled
+
+    def soil(self) -> None:
+        """Leave nothing of what was computed in any page."""
+        for pages in self.pages:
+            for page in pages:
+                page[:] = 0xEE
+
+    def most_loaded(self, load: Load) -> int:
+        """Tokens that *load* brings into the group that takes most."""
+        per_slot = len(load.device_blocks) // len(load.slots)
+        loaded, start = [], 0
+        for geometry in self.groups:
+            end = start + TOKENS // geometry.block_size
+            ids = [
+                id
+                for slot in range(len(load.slots))
+                for id in load.device_blocks[slot * per_slot + start : slot * per_slot + end]
+            ]
+            loaded.append(sum(id != NULL_BLOCK for id in ids) * geometry.block_size)
+            start = end
+        return max(loaded)

@@ -1,0 +1,207 @@
+"""Blended requests of a real engine: what they reuse, and what nobody else ever sees of it."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.vllm.engine import Act, Answer, Ask, Engine, embedded_report
+from tests.vllm.oracle import Oracle, random_prompt
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_TOKENS = 32
+Prompt = tuple[int, ...]
+
+
+@dataclass
+class Subject:
+    """An engine that knows some documents, each from a prompt of its own behind one system prompt."""
+
+    engine: Engine
+    oracle: Oracle
+    rng: random.Random
+    system: Prompt
+    documents: list[Prompt]
+    asked: int = 0
+
+    def text(self, tokens: int) -> Prompt:
+        return random_prompt(self.rng, tokens)
+
+    def prompt(self, *documents: int) -> Prompt:
+        """Documents in another place and order than before, behind the same system prompt."""
+        parts = [part for d in documents for part in (self.documents[d], self.text(3))]
+        return sum(parts, self.system) + self.text(40)
+
+    def ask(self, prompt: Prompt, blend: object, tokens: int = 8) -> Ask:
+        self.asked += 1
+        return Ask(f"blend-{self.asked}", prompt, tokens, transfer={"blend": blend})
+
+    def run(self, asks: Sequence[Ask], *acts: Act) -> dict[str, Answer]:
+        return self.engine.run([*asks, *acts])
+
+    def one(self, prompt: Prompt, blend: object) -> Answer:
+        ask = self.ask(prompt, blend)
+        return self.run([ask])[ask.id]
+
+    def exact(self, prompt: Prompt) -> Answer:
+        """The answer to *prompt* without blending, which must be that of vLLM alone."""
+        ask = self.ask(prompt, blend=False)
+        answers = self.run([ask])
+        self.oracle.check([ask], answers)
+        return answers[ask.id]
+
+
+@contextmanager
+def blending(model: Path, oracle: Oracle, folder: Path) -> Iterator[Subject]:
+    rng = random.Random(20261123)
+    transfer = {
+        "kv_connector": "BlendConnector",
+        "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
+        "kv_role": "kv_both",
+        "engine_id": f"{folder.name}-{os.getpid()}-{random.SystemRandom().randrange(1 << 30)}",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "tiers": "host:256MiB",
+            "recompute": "never",
+            "blend_min_saved_tokens": 0,
+            "blend_min_saved_share": 0,
+            "lookup_timeout_seconds": 30,
+            "load_timeout_seconds": 30,
+            "save_timeout_seconds": 30,
+        },
+    }
+    with Engine(model, folder / "log", transfer) as engine:
+        system = random_prompt(rng, 2 * BLOCK_TOKENS)
+        documents = [random_prompt(rng, 150 + 37 * i) for i in range(4)]
+        made = Subject(engine, oracle, rng, system, documents)
+        for document in documents:
+            made.exact(system + document + made.text(9))
+        engine.reset_prefix_cache()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def subject(
+    tiny_llama: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    with blending(tiny_llama, oracle, tmp_path_factory.mktemp("blend")) as made:
+        yield made
+
+
+def whole_blocks(prompt: Prompt) -> int:
+    """Tokens of the blocks before the last token."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_everything_computed_anew_is_what_vllm_alone_answers(subject: Subject) -> None:
+    for documents in ((2, 0), (3, 1, 0)):
+        ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
+        answers = subject.run([ask])
+        subject.oracle.check([ask], answers)
+        assert answers[ask.id].cached_tokens == whole_blocks(ask.prompt)
+
+
+def test_documents_in_another_order_are_reused(subject: Subject) -> None:
+    prompt = subject.prompt(2, 0, 3)
+    assert subject.one(prompt, True).cached_tokens == whole_blocks(prompt)
+
+
+def test_nobody_else_sees_what_was_blended(subject: Subject) -> None:
+    prompt = subject.prompt(3, 2)
+    assert subject.one(prompt, {"ratio": 0.0}).cached_tokens == whole_blocks(prompt)
+    found = subject.exact(prompt).cached_tokens  # of the device's cache, and of ours
+    assert found == len(subject.system + subject.documents[3]) // BLOCK_TOKENS * BLOCK_TOKENS
+    subject.engine.reset_prefix_cache()
+    assert subject.exact(prompt).cached_tokens == len(prompt) // 64 * 64  # it was computed since
+
+
+def test_a_request_that_does_not_ask_is_exact(subject: Subject) -> None:
+    prompt = subject.prompt(1, 3)
+    subject.exact(prompt)
+    other = subject.prompt(0, 3)
+    ask = Ask("says-nothing", other, 8)
+    subject.oracle.check([ask], subject.run([ask]))
+
+
+def test_a_prompt_that_is_known_whole_has_nothing_to_blend(subject: Subject) -> None:
+    prompt = subject.system + subject.text(4 * BLOCK_TOKENS)
+    subject.exact(prompt)
+    subject.engine.reset_prefix_cache()
+    ask = subject.ask(prompt, True)
+    answers = subject.run([ask])
+    subject.oracle.check([ask], answers)
+    assert answers[ask.id].cached_tokens == len(prompt)
+
+
+def test_kv_that_its_sender_calls_approximate_is_found_by_nobody(subject: Subject) -> None:
+    prompt = subject.system + subject.text(300)
+    subject.run([Ask("received", prompt, 4, transfer={"taint_from": len(subject.system)})])
+    assert subject.exact(prompt).cached_tokens == len(subject.system)
+    subject.engine.reset_prefix_cache()
+    other = subject.system + subject.text(300)
+    subject.run([Ask("nonsense", other, 4, transfer={"taint_from": 1 << 40})])
+    assert subject.exact(other).cached_tokens == len(other) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_what_is_not_understood_is_not_blended(subject: Subject) -> None:
+    ask = subject.ask(subject.prompt(0, 2), {"ratio": 2})
+    subject.oracle.check([ask], subject.run([ask]))
+
+
+def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject) -> None:
+    """Exact answers stay those of vLLM alone, and so do blended ones that compute everything."""
+    rng = subject.rng
+    asks = []
+    for i in range(24):
+        prompt = subject.prompt(*rng.sample(range(4), rng.randrange(1, 4)))
+        blend = rng.choice([False, {"ratio": 1.0}, {"ratio": 0.0}, True])
+        ask = subject.ask(prompt, blend, tokens=rng.randrange(1, 30))
+        asks.append(Ask(ask.id, ask.prompt, ask.new_tokens, at_step=4 * i, transfer=ask.transfer))
+    acts = [Act("abort", ask.id, ask.at_step + rng.randrange(9)) for ask in rng.sample(asks, 4)]
+    acts += [Act("reset", "running", at_step=rng.randrange(90)) for _ in range(4)]
+    answers = subject.run(asks, *acts)
+    aborted = {act.what for act in acts if act.kind == "abort"}
+    checked = [
+        ask
+        for ask in asks
+        if ask.id not in aborted
+        and ask.transfer is not None
+        and ask.transfer["blend"] in (False, {"ratio": 1.0})
+    ]
+    assert len(checked) > 5
+    subject.oracle.check(checked, {ask.id: answers[ask.id] for ask in checked})
+
+
+def test_nothing_is_saved_of_a_request_that_is_aborted_while_it_is_blended(
+    subject: Subject,
+) -> None:
+    """Its first tokens are in no run: nothing approximate is before them, and they are not there."""
+    for step in (1, 2, 3):  # of four at least: each computes 256 tokens
+        prompt = subject.system + subject.text(900) + subject.documents[3] + subject.text(20)
+        ask = subject.ask(prompt, {"ratio": 0.0})
+        assert ask.id not in subject.run([ask], Act("abort", ask.id, at_step=step))
+        subject.engine.reset_prefix_cache()
+        assert subject.exact(prompt).cached_tokens == len(subject.system)
+
+
+def test_afterwards_nothing_is_held(subject: Subject) -> None:
+    subject.engine.reset_prefix_cache()
+    report = embedded_report(subject.engine.transfer["engine_id"])  # type: ignore[index]
+    assert (report.running_gets, report.running_puts) == (0, 0)
+
+
+def test_a_server_that_dies_costs_a_prefill_and_no_request(
+    tiny_llama: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    with blending(tiny_llama, oracle, tmp_path) as subject:
+        pid = subject.engine.server_pid()
+        assert pid is not None
+        asks = [subject.ask(subject.prompt(*d), {"ratio": 1.0}) for d in ((0, 1), (2, 3))]
+        kill = Act("call", "kill", at_step=1)
+        answers = subject.engine.run([*asks, kill], {"kill": lambda: os.kill(pid, signal.SIGKILL)})
+        oracle.check(asks, answers)

@@ -1,0 +1,99 @@
+"""What a request says of blending, and what becomes of the names of its blocks."""
+
+import logging
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.blend.taint import TaintChain
+from kvstrata.integration.vllm.blend.wishes import can_be_reused, wish_of
+
+TOKENS, HASH_TOKENS = 300, 32
+
+
+def request(name: str = "r", *, blend: object = None, **carries: Any) -> Request:
+    init_none_hash(sha256)
+    params = carries.pop("sampling_params", SamplingParams(max_tokens=99))
+    if blend is not None:
+        params.extra_args = {"kv_transfer_params": {"blend": blend}}
+    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
+    return Request(name, [0] * TOKENS, params, None, block_hasher=hasher, **carries)
+
+
+def image() -> list[MultiModalFeatureSpec]:
+    place = PlaceholderRange(offset=100, length=64)
+    return [MultiModalFeatureSpec(None, "image", "x", place, mm_hash="x")]
+
+
+def test_who_does_not_ask_is_not_blended_unless_all_are() -> None:
+    asked, all_are = load_config({}, environ={}), load_config({"blend": "all"}, environ={})
+    assert wish_of(request(), asked).refused == "not_asked"
+    assert wish_of(request(blend=False), all_are).refused == "not_asked"
+    assert wish_of(request(), all_are) == (0.15, None)
+    assert wish_of(request(blend=True), asked) == (0.15, None)
+    assert wish_of(request(blend={"ratio": 0.3}), asked) == (0.3, None)
+    assert wish_of(request(blend={}), asked) == (0.15, None)
+
+
+@pytest.mark.parametrize(
+    "said", [{"ratio": 2}, {"ratio": "0.1"}, {"ratio": True}, {"share": 0.1}, "yes", 1, [0.1]]
+)
+def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert wish_of(request("mine", blend=said), load_config({})).refused == "not_understood"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(
+        f"request mine is not blended: kv_transfer_params.blend is {said!r}; give"
+    )
+
+
+@pytest.mark.parametrize(
+    ("carries", "reason"),
+    [
+        ({"lora_request": LoRARequest("a", 1, "/nowhere")}, "adapter"),
+        ({"mm_features": image()}, "images"),
+        ({"sampling_params": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs"),
+    ],
+)
+def test_kinds_of_requests_that_are_not_blended(carries: dict[str, Any], reason: str) -> None:
+    asks = request(blend=True, **carries)
+    assert wish_of(asks, load_config({})).refused == reason
+    assert not can_be_reused(asks)
+    assert can_be_reused(request())
+
+
+def test_taint_renames_the_blocks_from_one_on_also_those_that_come_later() -> None:
+    chain, mine, other = TaintChain(HASH_TOKENS), request("mine"), request("other")
+    exact = list(mine.block_hashes)
+    chain.taint(mine, 5 * HASH_TOKENS + 3)
+    chain.taint(other, 5 * HASH_TOKENS)
+    for each in (mine, other):
+        each.append_output_token_ids([1] * 64)
+    names = [mine.block_hashes, other.block_hashes]
+    assert [len(each) for each in names] == [11, 11]
+    assert names[0][:5] == names[1][:5] == exact[:5]
+    assert not {*names[0][5:]} & {*names[1][5:]}
+    assert not {*names[0][5:]} & {*exact}
+    assert {len(name) for name in names[0]} == {32}
+    assert chain.first_token("mine") == 5 * HASH_TOKENS
+    assert chain.first_token("nobody") is None
+
+
+def test_taint_that_is_lifted_leaves_the_names_of_the_tokens() -> None:
+    chain, mine, plain = TaintChain(HASH_TOKENS), request("mine"), request("plain")
+    chain.taint(mine, 64)
+    chain.taint(mine, 32)  # planned anew
+    for each in (mine, plain):
+        each.append_output_token_ids([1] * 64)
+    chain.lift(mine)
+    assert mine.block_hashes == plain.block_hashes
+    assert chain.first_token("mine") is None
+    chain.lift(mine)
+    assert mine.block_hashes == plain.block_hashes

@@ -1,0 +1,128 @@
+"""What the blending scheduler half offers vLLM, with a real server and no engine."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.caches import eventually
+from tests.vllm.bench import Bench, prompt
+from tests.vllm.fake_runner import TOKENS
+from tests.vllm.plans import chunked, full, group, mla, plan, sliding, vllm_config
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+from kvstrata.blend.runs import Runs
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.keys import as_key_array
+from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.blend.lookups import RunLookup
+from kvstrata.integration.vllm.blend.supported import refuse_engine
+from kvstrata.integration.vllm.connector import KVStrataConnector
+from kvstrata.server import protocol as p
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([group(mla())], "MLA"),
+        ([group(sliding())], "SlidingWindowSpec is not full attention"),
+        ([group(chunked())], "ChunkedLocalAttentionSpec is not full attention"),
+        ([group(full(), 2), group(sliding(), 2, first=2)], "2 KV cache groups"),
+    ],
+)
+def test_an_engine_that_cannot_blend_is_refused(
+    folder: Path, groups: list[KVCacheGroupSpec], reason: str
+) -> None:
+    config = vllm_config(folder)
+    with pytest.raises(ConfigError, match=reason):
+        refuse_engine(load_config({}, environ={}), config, plan(config, *groups))
+
+
+def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None:
+    init_none_hash(sha256)
+    engine = bench.engine()
+    engine.serve("one", prompt(1, 4 * TOKENS), 2)
+    bench.hears()
+    link, namespace = engine.half._link, engine.half._namespace
+    keys = as_key_array(engine.half._math.keys(engine.requests["one"], 0, 4))
+    runs = Runs(
+        start=np.array([0, 2 * TOKENS]),
+        length=np.array([2 * TOKENS, 2 * TOKENS - 3]),
+        delta=np.array([0, 5]),
+        generation=np.zeros(2, np.int8),
+        skip=np.array([0, 3]),
+        key_offsets=np.array([0, 2, 4]),
+        keys=keys,
+        tokens_per_block=TOKENS,
+    )
+
+    unheard = RunLookup(link, namespace, runs, "late")
+    assert unheard.found().task_ids == []  # nobody has listened to the answers
+    unheard.abandon()
+    eventually(bench.nothing_is_leased, "what is answered late stays leased")
+
+    lookup = RunLookup(link, namespace, runs, "in time")
+
+    def is_settled() -> bool:
+        link.poll(0.01)
+        return lookup.is_settled(engine.half._config)
+
+    eventually(is_settled, "no answer")
+    found = lookup.found()
+    assert found.length.tolist() == [2 * TOKENS, 2 * TOKENS - 3]
+    assert found.first_row.tolist() == [0, 2 * TOKENS + 3]
+    assert len(found.slots) == len(found.generations) == 4
+    assert not len(found.missing)
+    lookup.abandon(but=found.task_ids[:1])
+    link.submit(p.Launch(found.task_ids[:1]))
+    link.submit(p.Complete(found.task_ids[:1]))
+    eventually(bench.nothing_is_leased, "a run that is not reused stays leased")
+
+
+def test_what_the_server_does_not_have_is_named(bench: Bench) -> None:
+    init_none_hash(sha256)
+    engine = bench.engine()
+    engine.serve("one", prompt(1, 2 * TOKENS), 2)
+    bench.hears()
+    link, namespace = engine.half._link, engine.half._namespace
+    known = engine.half._math.keys(engine.requests["one"], 0, 2)
+    keys = as_key_array([*known, b"x" * 32])
+    runs = Runs(
+        start=np.array([7]),
+        length=np.array([3 * TOKENS - 2]),
+        delta=np.array([6]),
+        generation=np.zeros(1, np.int8),
+        skip=np.array([1]),
+        key_offsets=np.array([0, 3]),
+        keys=keys,
+        tokens_per_block=TOKENS,
+    )
+    lookup = RunLookup(link, namespace, runs, "r")
+
+    def is_settled() -> bool:
+        link.poll(0.01)
+        return lookup.is_settled(engine.half._config)
+
+    eventually(is_settled, "no answer")
+    found = lookup.found()
+    assert found.length.tolist() == [2 * TOKENS - 1]
+    assert [bytes(key) for key in found.missing] == [b"x" * 32]
+    lookup.abandon()
+    eventually(bench.nothing_is_leased, "an abandoned lookup keeps its leases")
+
+
+@pytest.mark.parametrize("setting", [{"blend": "all"}, {"recompute_ratio": 0.3, "head_dim": 128}])
+def test_settings_of_blending_are_refused_where_nothing_blends(
+    folder: Path, setting: dict[str, Any]
+) -> None:
+    config = vllm_config(folder)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="KVStrataConnector", kv_role="kv_both", kv_connector_extra_config=setting
+    )
+    said = f"{', '.join(sorted(setting))} is set, and KVStrataConnector does not blend"
+    with pytest.raises(ConfigError, match=said):
+        KVStrataConnector(config, KVConnectorRole.SCHEDULER, plan(config, group(full())))

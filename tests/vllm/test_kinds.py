@@ -1,0 +1,158 @@
+"""Requests that differ in more than their tokens, fp8 caches, engines that share a server.
+
+Two engines with an MQA model, an fp8 KV cache where the CPU can have one, adapters and prompt embeddings are attached to one
+server, as the ranks of a data parallel deployment are: each keeps the session name vLLM gives it.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.vllm.cpu import FP8_RUNS_HERE
+from tests.vllm.engine import Answer, Ask, CacheServer, Engine
+from tests.vllm.oracle import random_prompt
+
+from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
+
+pytestmark = pytest.mark.vllm
+
+TOKENS_PER_BLOCK = 64
+PROMPT_TOKENS = 300
+WHOLE = PROMPT_TOKENS // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+MODEL = TinyLlama(dtype="float32", kv_heads=1)  # multi-query attention
+NEW_TOKENS = 8
+
+
+def write_adapter(folder: Path, seed: int) -> str:
+    """A LoRA adapter of *MODEL* that changes what its attention looks at, and what it finds."""
+    folder.mkdir()
+    rank, shapes = 8, {"q_proj": MODEL.heads * MODEL.head_dim, "v_proj": MODEL.head_dim}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(shapes),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(MODEL.layers):
+        for name, rows in shapes.items():
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            down = torch.randn(rank, MODEL.hidden_size, generator=generator)
+            up = torch.randn(rows, rank, generator=generator)
+            tensors[f"{path}.lora_A.weight"] = down / MODEL.hidden_size**0.5
+            tensors[f"{path}.lora_B.weight"] = up / rank**0.5
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+def transfer_to(socket: Path, name: str) -> dict[str, Any]:
+    return {
+        "kv_role": "kv_both",
+        "engine_id": name,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "server": "attached",
+            "socket": str(socket),
+            "recompute": "never",  # what is reused is to depend on the blocks alone
+            "tokens_per_block": TOKENS_PER_BLOCK,
+            "lookup_timeout_seconds": 30,
+            "load_timeout_seconds": 30,
+            "save_timeout_seconds": 30,
+        },
+    }
+
+
+@dataclass
+class Pair:
+    """Two engines of one deployment. Every prompt is asked with an empty device cache."""
+
+    engines: list[Engine]
+    folder: Path
+
+    def answers(self, ask: Ask) -> Iterator[Answer]:
+        """Of the engine that computes it, of the same again, and of the other."""
+        for i, engine in enumerate((self.engines[0], self.engines[0], self.engines[1])):
+            engine.reset_prefix_cache()  # waits until the last answer is saved
+            once = replace(ask, id=f"{ask.id}-{i}")
+            yield engine.run([once])[once.id]
+
+    def embeddings(self, name: str, seed: int) -> str:
+        generator = torch.Generator().manual_seed(seed)
+        file = self.folder / name
+        torch.save(torch.randn(PROMPT_TOKENS, MODEL.hidden_size, generator=generator), file)
+        return str(file)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("kinds")
+    model = write_tiny_llama(folder / "tiny-mqa", MODEL)
+    socket = folder / "server.socket"
+    settings = {
+        "kv_cache_dtype": "fp8" if FP8_RUNS_HERE else "auto",
+        "enable_lora": True,
+        "max_loras": 2,
+        "enable_prompt_embeds": True,
+    }
+    name = f"kinds-{random.randrange(1 << 30)}"
+    config = load_config({"tiers": "host:64MiB"})
+    with CacheServer(config, socket, folder / "server.log") as server:
+        engines = [
+            Engine(
+                model,
+                folder / f"dp{i}.log",
+                transfer_to(server.socket, f"{name}_dp{i}"),
+                settings,
+            )
+            for i in range(2)
+        ]
+        with engines[0], engines[1]:
+            yield Pair(engines, folder)
+
+
+def check_apart(pair: Pair, asks: list[Ask]) -> None:
+    """None finds blocks of another; each finds its own, from either engine; all differ."""
+    told = set()
+    for ask in asks:
+        first, again, other = pair.answers(ask)
+        found = [answer.cached_tokens for answer in (first, again, other)]
+        assert found == [0, WHOLE, WHOLE], ask.id
+        assert first.tokens == again.tokens == other.tokens, ask.id
+        assert len(first.tokens) == NEW_TOKENS
+        told.add(tuple(first.tokens))
+    expected = len({(ask.prompt, ask.lora, ask.embeds) for ask in asks})  # a salt changes no token
+    assert len(told) == expected
+
+
+def test_adapters_and_salts_keep_equal_prompts_apart(pair: Pair) -> None:
+    prompt = random_prompt(random.Random(1), PROMPT_TOKENS)
+    one, two = (write_adapter(pair.folder / f"adapter-{i}", i) for i in (1, 2))
+    check_apart(
+        pair,
+        [
+            Ask("base", prompt, NEW_TOKENS),
+            Ask("one", prompt, NEW_TOKENS, lora=one),
+            Ask("two", prompt, NEW_TOKENS, lora=two),
+            Ask("mine", prompt, NEW_TOKENS, salt="mine"),
+            Ask("theirs", prompt, NEW_TOKENS, salt="theirs"),
+            Ask("both", prompt, NEW_TOKENS, salt="mine", lora=one),
+        ],
+    )
+
+
+def test_prompts_without_tokens_are_known_by_their_embeddings(pair: Pair) -> None:
+    embeds = [pair.embeddings(f"embeds-{i}", i) for i in (1, 2)]
+    asks = [Ask(f"embeds-{i}", (), NEW_TOKENS, embeds=file) for i, file in enumerate(embeds)]
+    # vLLM counts such a prompt as so many zeros.
+    check_apart(pair, [*asks, Ask("zeros", (0,) * PROMPT_TOKENS, NEW_TOKENS)])

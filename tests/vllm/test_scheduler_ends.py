@@ -1,0 +1,84 @@
+"""Requests that are aborted, preempted, or come in any order."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tests.caches import eventually
+from tests.vllm.bench import Bench, in_all_modes, prompt, start
+from tests.vllm.fake_runner import continuation
+from vllm.v1.request import RequestStatus
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("after_steps", [0, 1, 3, 7])
+def test_abort_at_any_time_lets_go_of_every_block(
+    bench: Bench, asynchronous: bool, after_steps: int
+) -> None:
+    engine = bench.engine(asynchronous=asynchronous)
+    engine.serve("warm", prompt(1, 60), 1)
+    engine.forget_device()
+    for i in range(3):
+        engine.add(f"r{i}", prompt(i, 90), 9)
+    for _ in range(after_steps):
+        engine.step()
+    engine.scheduler.finish_requests(["r0", "r1", "r2"], RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    eventually(engine.is_at_rest, "device blocks are kept")
+    eventually(lambda: engine.holds_nothing(bench.manager), "a lease is kept")
+    engine.serve("after", prompt(1, 90), 9)
+
+
+@in_all_modes
+def test_preempted_requests_go_on_as_if_nothing_had_happened(
+    folder: Path, asynchronous: bool, drafts: int
+) -> None:
+    """40 device blocks for four requests that need 30 each, over 12 slots of host memory."""
+    with start(folder, 12) as bench:
+        engine = bench.engine(asynchronous=asynchronous, drafts=drafts, num_blocks=40)
+        prompts = [prompt(0, 40) + prompt(i + 1, 30) for i in range(6)]
+        for i, tokens in enumerate(prompts):
+            engine.add(f"r{i}", tokens, 45)
+        engine.run()
+        for i, tokens in enumerate(prompts):
+            assert list(engine.requests[f"r{i}"].output_token_ids) == continuation(tokens, 45)
+        assert sum(r.num_preemptions for r in engine.requests.values()) > 0
+        assert bench.check_saved_bytes(engine) > 0
+
+
+@in_all_modes
+def test_any_traffic_gives_right_tokens_from_right_pages(
+    folder: Path, asynchronous: bool, drafts: int
+) -> None:
+    """Shared prefixes, aborts, resets, a small device and a small cache."""
+    rng = random.Random(5)
+    with start(folder, 60) as bench:
+        engine = bench.engine(asynchronous=asynchronous, drafts=drafts, num_blocks=60)
+        wanted: dict[str, list[int]] = {}
+        aborted = set[str]()
+        stems = [prompt(i, 64) for i in range(8)]
+
+        def disturb() -> None:
+            if len(wanted) < 40 and rng.random() < 0.2:
+                name = f"r{len(wanted)}"
+                tokens = rng.choice(stems)[: rng.randint(1, 64)] + prompt(
+                    rng.randint(0, 3), rng.randint(0, 20)
+                )
+                wanted[name] = continuation(tokens, 12)
+                engine.add(name, tokens, 12)
+            if wanted and rng.random() < 0.02:
+                name = rng.choice(list(wanted))
+                if not engine.requests[name].is_finished():
+                    aborted.add(name)
+                    engine.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+            if rng.random() < 0.01:
+                engine.connector.reset_cache()
+
+        while len(wanted) < 40:
+            disturb()
+            engine.step()
+        engine.run()
+        for name, tokens in wanted.items():
+            if name not in aborted:
+                assert list(engine.requests[name].output_token_ids) == tokens
+        assert bench.counters()["kvstrata_loaded_blocks_total"] > 20

@@ -1,0 +1,106 @@
+"""Copies that fail under the scheduler half."""
+
+import threading
+from typing import Any
+
+import pytest
+from tests.caches import PATIENCE_SECONDS, eventually
+from tests.vllm.bench import Bench, prompt
+from vllm.v1.request import RequestStatus
+
+from kvstrata.core.errors import ServerUnavailable
+from kvstrata.integration.vllm import worker as worker_module
+from kvstrata.manager.tasks import TaskState
+
+
+def test_failed_loads_are_computed_instead(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    copier: Any = engine.runner.half._copiers[0]
+
+    def broken(device_blocks: Any, rows: Any) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "copy_to_device", broken)
+        engine.serve("b", prompt(1, 60), 2)
+    assert bench.counters()["kvstrata_failed_loads_total"] == 1
+    engine.forget_device()
+    engine.serve("c", prompt(1, 60), 2)
+    engine.forget_device()
+    assert engine.serve("d", prompt(1, 60), 2) == 56
+
+
+def test_abort_within_a_load_saves_nothing_of_what_has_not_arrived(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM counts the tokens as computed, and a server that came meanwhile lacks them."""
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    aborted = threading.Event()
+
+    def broken(device_blocks: Any, rows: Any) -> None:
+        aborted.wait(PATIENCE_SECONDS)
+        raise OSError("no")
+
+    monkeypatch.setattr(worker_module, "_COPY_HERE_BYTES", 0)
+    monkeypatch.setattr(engine.runner.half._copiers[0], "copy_to_device", broken)
+    engine.add("b", prompt(1, 60), 2)
+
+    def loads() -> bool:
+        engine.step()
+        return "b" in engine.runner.loaded_tokens
+
+    eventually(loads, "no load begins")
+    bench.manager.reset(engine.half._namespace)
+    engine.half._link._drop(ServerUnavailable("gone"))
+    engine.ready(bench.manager)
+    engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    aborted.set()
+    engine.run()
+    assert bench.saved_keys() == set()
+    assert engine.half._loads._refused == set()
+
+
+def test_failed_saves_are_not_found_and_made_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bench.engine()
+    copier: Any = engine.runner.half._copiers[0]
+
+    def broken(device_blocks: Any, rows: Any) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "copy_to_host", broken)
+        engine.serve("a", prompt(1, 60), 2)
+    assert bench.saved_keys() == set()
+    engine.forget_device()
+    engine.serve("b", prompt(1, 60), 2)
+    assert len(bench.saved_keys()) == 7
+    assert bench.manager.get_match(engine.half._namespace, []).state is TaskState.DONE
+
+
+def test_of_a_save_that_failed_half_way_the_first_half_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    engine = bench.engine()
+    copier: Any = engine.runner.half._copiers[0]
+    real, copied = copier.copy_to_host, list[Any]()
+
+    def broken(device_blocks: Any, rows: Any) -> None:
+        copied.append(device_blocks)
+        if len(copied) > 3:
+            raise OSError("no")
+        real(device_blocks, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "copy_to_host", broken)
+        engine.serve("a", prompt(1, 60), 2)
+    assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 3
+    engine.forget_device()
+    assert engine.serve("b", prompt(1, 60), 2) == 24
+    assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 7

@@ -1,0 +1,189 @@
+"""What the scheduler half has loaded, and when it asks for nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.caches import PATIENCE_SECONDS, eventually
+from tests.vllm.bench import Bench, in_all_modes, prompt, start
+from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
+from vllm.v1.request import Request
+
+from kvstrata.core.errors import ConfigError
+
+
+@in_all_modes
+def test_loaded_pages_are_what_the_forward_had_written(
+    bench: Bench, asynchronous: bool, drafts: int
+) -> None:
+    engine = bench.engine(asynchronous=asynchronous, drafts=drafts)
+    engine.serve("a", prompt(1, 83), 5)
+    engine.forget_device()
+    engine.runner.soil()
+    assert engine.serve("b", prompt(1, 83), 5) == 80
+    assert bench.counters()["kvstrata_loaded_blocks_total"] == 10
+
+
+def test_another_engine_loads_what_the_first_has_saved(bench: Bench) -> None:
+    first, second = bench.engine(), bench.engine(asynchronous=True)
+    first.serve("a", prompt(1, 60), 30)
+    assert second.serve("b", prompt(1, 60) + continuation(prompt(1, 60), 30), 4) == 88
+
+
+def test_request_that_awaits_its_blocks_loads_them_when_they_come(bench: Bench) -> None:
+    """The decode half of a pair: it is asked before the other engine has saved anything."""
+    first, second = bench.engine(), bench.engine()
+    second.add("b", prompt(1, 64), 4, {"kvstrata_wait_seconds": PATIENCE_SECONDS})
+    for _ in range(20):
+        second.step()
+    assert second.requests["b"].num_computed_tokens == 0
+    first.serve("a", prompt(1, 64), 1)
+    second.run()
+    assert second.runner.loaded_tokens["b"] == 64
+    assert list(second.requests["b"].output_token_ids) == continuation(prompt(1, 64), 4)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.05, -1, 1e9, "2", True, None, float("nan")])
+def test_request_whose_blocks_do_not_come_is_computed(bench: Bench, seconds: object) -> None:
+    engine = bench.engine()
+    request = engine.add("a", prompt(1, 64), 4, {"kvstrata_wait_seconds": seconds})
+    engine.run()
+    assert list(request.output_token_ids) == continuation(prompt(1, 64), 4)
+    assert not engine.half._loads._awaits._until
+
+
+def test_load_begins_within_a_block_where_the_device_has_its_beginning(bench: Bench) -> None:
+    """The device holds 12 tokens, a block and a half: the other half and the rest are loaded."""
+    engine = bench.engine()
+    tokens = prompt(1, 60)
+    engine.serve("a", tokens, 1)
+    engine.forget_device()
+    engine.runner.soil()
+    half = engine.half._loads
+    config = half._config
+    half._config = config.model_copy(update={"lookup_timeout_seconds": 1e-9})
+    engine.half._link._welcomed = False  # no cache: the 13 tokens are computed
+    engine.serve("b", tokens[:13], 1)
+    half._config = config
+    engine.half._link._welcomed = True
+    assert engine.serve("c", tokens, 3) == 56 - 12
+
+
+def test_prompt_that_is_cached_to_its_last_token_is_answered(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 64), 9)
+    engine.forget_device()
+    engine.serve("b", prompt(1, 64), 9)
+
+
+def test_hooks_called_again_and_again_change_nothing(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    connector = engine.connector
+    match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+    arrived, answers = connector.on_new_request, []
+
+    def arrived_twice(request: Request) -> None:
+        arrived(request)
+        arrived(request)
+
+    def match_often(request: Request, computed: int) -> Any:
+        answers.append([match(request, computed) for _ in range(5)])
+        return answers[-1][-1]
+
+    def allocated_twice(request: Request, blocks: Any, tokens: int) -> None:
+        allocated(request, blocks, tokens)
+        allocated(request, blocks, tokens)
+
+    connector.on_new_request = arrived_twice
+    connector.get_num_new_matched_tokens = match_often
+    connector.update_state_after_alloc = allocated_twice
+    assert engine.serve("b", prompt(1, 60), 2) == 56
+    assert [set(answer) for answer in answers] == [{(56, True)}]
+    assert bench.counters()["kvstrata_loaded_blocks_total"] == 7
+
+
+def test_reset_makes_nothing_found(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    assert len(bench.saved_keys()) == 7
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    eventually(lambda: not bench.saved_keys(), "the server keeps the old blocks")
+    assert engine.serve("b", prompt(1, 60), 2) == 0
+    engine.forget_device()
+    assert engine.serve("c", prompt(1, 60), 2) == 56
+
+
+def test_what_was_found_before_a_reset_is_not_loaded_after_it(bench: Bench) -> None:
+    """The server is asked when a request arrives, and has answered by the time of the reset."""
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    engine.add("b", prompt(1, 60), 2)
+    lookup = engine.half._loads._lookups["b"]
+
+    def is_answered() -> bool:
+        engine.half._link.poll(0.0)
+        return lookup.status is not None
+
+    eventually(is_answered, "no answer")
+    engine.connector.reset_cache()
+    engine.run()
+    assert "b" not in engine.runner.loaded_tokens
+
+
+def test_reset_while_requests_run_leaves_nothing_of_before(bench: Bench) -> None:
+    engine = bench.engine(asynchronous=True)
+    for i in range(3):
+        engine.add(f"r{i}", prompt(i, 70), 20)
+    for _ in range(8):
+        engine.step()
+    old = engine.half._namespace
+    engine.connector.reset_cache()
+    engine.run()
+    assert engine.half._namespace != old
+    eventually(
+        lambda: not any(key.startswith(old) for key in bench.saved_keys()), "old blocks stay"
+    )
+    for i in range(3):
+        engine.forget_device()
+        assert engine.serve(f"s{i}", prompt(i, 70), 1) == 0
+
+
+@in_all_modes
+def test_what_one_node_has_computed_is_loaded_on_another(
+    folder: Path, asynchronous: bool, drafts: int
+) -> None:
+    """Two servers, one after the other, that have nothing in common but a directory."""
+    tokens = prompt(1, 64)
+    for expected in (0, 64):
+        with start(folder, 20, shared=folder / "shared") as bench:
+            engine = bench.engine(
+                asynchronous=asynchronous, drafts=drafts, remote_lookup_seconds=20
+            )
+            assert engine.serve("a", tokens, 2) == expected
+            assert bench.check_saved_bytes(engine) == 8
+            assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
+
+
+def test_blocks_that_are_not_whole_device_blocks_are_refused(bench: Bench) -> None:
+    message = (
+        f"tokens_per_block = {TOKENS + 1} is no multiple of vLLM's block size of {DEVICE_TOKENS}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        bench.engine(tokens_per_block=TOKENS + 1)
+
+
+def test_lossy_blocks_have_a_namespace_of_their_own(folder: Path) -> None:
+    namespaces = set()
+    for block_format in ("exact", "int8"):
+        with start(folder, 20, block_format=block_format) as bench:
+            engine = bench.engine(block_format=block_format)
+            engine.serve("a", prompt(1, 64), 2)
+            engine.forget_device()
+            assert engine.serve("again", prompt(1, 64), 2) == 64
+            namespaces.add(engine.half._namespace)
+            parts = bench.manager.stats().namespaces[0].parts
+            assert parts.get("block_format", "exact").split()[0] == block_format
+    assert len(namespaces) == 2

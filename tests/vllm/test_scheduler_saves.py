@@ -1,0 +1,70 @@
+"""Which blocks the scheduler half has saved: all that are complete, and no other."""
+
+from pathlib import Path
+
+from tests.vllm.bench import Bench, in_all_modes, prompt, start
+from tests.vllm.fake_runner import TOKENS
+
+
+@in_all_modes
+def test_every_complete_block_is_saved_and_no_other(
+    bench: Bench, asynchronous: bool, drafts: int
+) -> None:
+    """41 prompt tokens and 30 sampled: the KV of 70 exist, which are 8 blocks of 8."""
+    engine = bench.engine(asynchronous=asynchronous, drafts=drafts)
+    engine.watch_frontiers()
+    engine.serve("a", prompt(1, 41), 30)
+    keys = engine.half._math.keys(engine.requests["a"], 0, 8)
+    expected = {engine.half._namespace + key for key in keys}
+    assert bench.saved_keys() == expected
+    assert bench.check_saved_bytes(engine) == 8
+    assert all(f.offered_tokens <= f.known_tokens for f in engine.frontiers)
+
+
+def test_naive_frontier_would_have_named_blocks_that_do_not_exist(bench: Bench) -> None:
+    """The sum of computed and scheduled tokens crosses the end of a block before it is known."""
+    engine = bench.engine(asynchronous=True, drafts=3)
+    engine.watch_frontiers()
+    engine.serve("a", prompt(1, 41), 60)
+    too_far = [f for f in engine.frontiers if f.naive_tokens // TOKENS > f.known_tokens // TOKENS]
+    assert len(too_far) > 3
+    assert all(f.offered_tokens <= f.known_tokens for f in too_far)
+
+
+def test_all_schedulers_save_the_same_blocks(folder: Path) -> None:
+    found = []
+    for asynchronous, drafts in [(False, 0), (True, 0), (False, 3), (True, 3)]:
+        with start(folder, 400) as bench:
+            engine = bench.engine(asynchronous=asynchronous, drafts=drafts)
+            for i in range(4):
+                engine.add(f"r{i}", prompt(i % 3, 50 + 7 * i), 21)
+            engine.run()
+            found.append(bench.saved_keys())
+            assert bench.check_saved_bytes(engine) == len(found[-1])
+    assert len(found[0]) > 25
+    assert found[1:] == [found[0]] * 3
+
+
+def test_second_request_of_a_prompt_saves_nothing_again(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 64), 2)
+    saved = bench.counters()["kvstrata_saved_blocks_total"]
+    engine.serve("b", prompt(1, 64), 2)
+    engine.forget_device()
+    engine.serve("c", prompt(1, 64), 2)
+    assert bench.counters()["kvstrata_saved_blocks_total"] == saved == 8
+
+
+@in_all_modes
+def test_what_the_server_has_evicted_is_saved_again(
+    folder: Path, asynchronous: bool, drafts: int
+) -> None:
+    """12 slots of host memory: two other prompts of 8 blocks drive the first one out."""
+    with start(folder, 12) as bench:
+        engine = bench.engine(asynchronous=asynchronous, drafts=drafts)
+        for name, tokens in [("a", prompt(1, 64)), ("b", prompt(2, 64)), ("c", prompt(3, 64))]:
+            engine.serve(name, tokens, 2)
+        engine.forget_device()
+        assert engine.serve("again", prompt(1, 64), 2) == 0
+        engine.forget_device()
+        assert engine.serve("and again", prompt(1, 64), 2) == 64

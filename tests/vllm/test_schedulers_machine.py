@@ -1,0 +1,350 @@
+"""vLLM's schedulers under any traffic and any fault: right tokens from right pages, nothing kept.
+
+The oracle is the fake forward (``fake_runner``): it knows what every page has to hold, looks before
+it reads, and gives each request the tokens that follow. What is written here says when a request
+ends, what the server may hold, and that at the end nobody holds anything.
+"""
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.caches import eventually
+from tests.machines import machine_settings
+from tests.vllm.bench import MODES, Bench, prompt, serve, start
+from tests.vllm.driven import Engine, context_of
+from tests.vllm.fake_runner import continuation
+from tests.vllm.faults import Again, Clock, Copies, Stall
+from tests.vllm.plans import model_folder
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.utils import check_sequence_repetition
+from vllm.v1.request import RequestStatus
+
+STEMS = [prompt(i, 64) for i in range(3)]
+REPETITION = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
+EMBEDDINGS = 10_000  # more than all images together need
+LATE_SECONDS = 0.1  # of lookups and saves
+
+prompts = st.builds(
+    lambda stem, shared, seed, own: (STEMS[stem][:shared] + prompt(seed, own)) or STEMS[stem][:1],
+    st.integers(0, 2),
+    st.sampled_from([0, 1, 8, 31, 32, 33, 64, 64]),
+    st.integers(100, 103),
+    st.sampled_from([0, 0, 1, 7, 20, 30]),
+)
+
+
+class Arrival(NamedTuple):
+    tokens: list[int]
+    most_given: int
+    end: str
+    kind: str
+    waits: bool
+
+
+arrivals = st.builds(
+    Arrival,
+    prompts,
+    st.integers(1, 30),
+    st.sampled_from(["length", "length", "stop", "repetition"]),
+    st.sampled_from(["plain"] * 5 + ["salt", "adapter", "an image", "another image", "unread"]),
+    st.sampled_from([False] * 8 + [True]),
+)
+
+
+def fields(kind: str, tokens: list[int]) -> dict[str, Any]:
+    """Of ``Request``."""
+    if kind == "salt":
+        return {"cache_salt": "of a tenant"}
+    if kind == "adapter":
+        return {"lora_request": LoRARequest("adapter", 1, "/nowhere")}
+    if kind.endswith("image") and len(tokens) > 12:
+        place = PlaceholderRange(offset=3, length=9)
+        return {"mm_features": [MultiModalFeatureSpec(None, "image", kind, place)]}
+    return {}
+
+
+def until_the_end(tokens: list[int], sampling: dict[str, Any]) -> list[int]:
+    """Of *tokens* those that vLLM gives before it stops."""
+    for end in range(1, len(tokens)):
+        if tokens[end - 1] in sampling.get("stop_token_ids", ()):
+            return tokens[:end]
+        repeats = "repetition_detection" in sampling
+        if repeats and check_sequence_repetition(tokens[:end], REPETITION):
+            return tokens[:end]
+    return tokens
+
+
+def add(engine: Engine, asked: Arrival) -> list[int]:
+    """*engine* is asked; the tokens that it must give."""
+    others = fields(asked.kind, asked.tokens)
+    given = continuation(asked.tokens, asked.most_given, context_of(others))
+    sampling: dict[str, Any] = {}
+    if asked.end == "stop":
+        sampling["stop_token_ids"] = [given[asked.most_given // 2]]
+    elif asked.end == "repetition":
+        sampling["repetition_detection"] = REPETITION
+    if asked.kind == "unread":
+        sampling["skip_reading_prefix_cache"] = True
+    transfer = {"kvstrata_wait_seconds": 0.02} if asked.waits else None
+    name = f"r{len(engine.requests)}"
+    engine.add(name, asked.tokens, asked.most_given, transfer, sampling=sampling, **others)
+    return until_the_end(given, sampling)
+
+
+def allow_images(engine: Engine) -> None:
+    """As many as are asked for: what an encoder gives is no matter here."""
+    scheduler: Any = engine.scheduler
+    scheduler.max_num_encoder_input_tokens = EMBEDDINGS
+    scheduler.encoder_cache_manager = EncoderCacheManager(EMBEDDINGS)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One engine, and one server at a time."""
+
+    asynchronous: ClassVar[bool]
+    drafts: ClassVar[int]
+    load_mode: ClassVar[str]
+    seen: ClassVar[Counter[str]]
+
+    @initialize(
+        blocks=st.sampled_from([40, 60, 200]),
+        slots=st.sampled_from([6, 20, 60]),
+        policy=st.sampled_from(["recompute", "recompute", "fail"]),
+    )
+    def begin(self, blocks: int, slots: int, policy: str) -> None:
+        self.wanted: dict[str, list[int]] = {}  # of requests that are not aborted
+        self.slots, self.policy = slots, policy
+        self.may_fail = False  # a load, by now
+        self.stack, self.server = contextlib.ExitStack(), contextlib.ExitStack()
+        self.folder = model_folder(Path(self.stack.enter_context(tempfile.TemporaryDirectory())))
+        self.clock = Clock()
+        self.start_server([])
+        self.engine = self.bench.engine(
+            asynchronous=self.asynchronous,
+            drafts=self.drafts,
+            num_blocks=blocks,
+            policy=policy,
+            load_mode=self.load_mode,
+            lookup_wait_seconds=0.0005,
+            lookup_timeout_seconds=LATE_SECONDS,
+            save_timeout_seconds=LATE_SECONDS,
+        )
+        self.stack.callback(self.engine.close)
+        self.engine.runner.half._clock = self.clock
+        allow_images(self.engine)
+        self.copies, self.again = Copies(self.engine), Again(self.engine.connector)
+
+    def start_server(self, engines: list[Engine]) -> None:
+        self.bench: Bench = self.server.enter_context(serve(self.folder, self.slots))
+        self.bench.engines += engines
+        self.stall = Stall(self.bench.manager)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    @rule(asked=st.lists(arrivals, min_size=1, max_size=5), steps=st.integers(0, 12))
+    def arrive(self, asked: list[Arrival], steps: int) -> None:
+        for each in asked:
+            name = f"r{len(self.engine.requests)}"
+            self.wanted[name] = add(self.engine, each)
+        self.step(steps)
+
+    @rule(steps=st.sampled_from([1, 1, 2, 4, 8, 16]))
+    def step(self, steps: int) -> None:
+        self.seen["steps of the engine"] += steps
+        for _ in range(steps):
+            self.engine.step()
+
+    @rule(which=st.integers(0, 30), end=st.sampled_from(["ABORTED", "ABORTED", "ERROR"]))
+    def end_from_outside(self, which: int, end: str) -> None:
+        running = [r for r in self.engine.requests.values() if not r.is_finished()]
+        if running:
+            request = running[which % len(running)]
+            self.seen[f"ended from outside while {request.status.name}"] += 1
+            del self.wanted[request.request_id]
+            status = RequestStatus[f"FINISHED_{end}"]
+            self.engine.scheduler.finish_requests([request.request_id], status)
+
+    @rule(running=st.booleans())
+    def reset(self, running: bool) -> None:
+        # vLLM raises when blocks are held for copies; all requests are preempted by then.
+        with contextlib.suppress(RuntimeError):
+            self.engine.scheduler.reset_prefix_cache(running, reset_connector=True)
+
+    @rule()
+    def forget_device(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    @rule(loads=st.integers(0, 3), saves=st.integers(0, 3), is_partial=st.booleans())
+    def fail_copies(self, loads: int, saves: int, is_partial: bool) -> None:
+        self.may_fail = True
+        self.copies.failing_loads, self.copies.failing_saves = loads, saves
+        self.copies.is_partial = is_partial
+
+    @rule(
+        what=st.sampled_from(["copies", "server", "late copies", "late server"]),
+        asked=st.lists(arrivals, max_size=4),
+        steps=st.integers(1, 12),
+    )
+    def hold(self, what: str, asked: list[Arrival], steps: int) -> None:
+        # Layerwise a step ends with its loads, so there is nobody to let held copies go.
+        can_hold_copies = self.load_mode == "blockwise"
+        held = self.copies if what.endswith("copies") and can_hold_copies else self.stall
+        held.hold()
+        self.arrive(asked, steps)
+        if what.startswith("late"):
+            self.may_fail = True
+            self.clock.jump(1000.0)
+            time.sleep(LATE_SECONDS)  # lookups and saves go by the real clock
+            self.step(2)
+        held.go()
+
+    @rule(steps=st.integers(0, 6), is_server=st.booleans())
+    def break_line(self, steps: int, is_server: bool) -> None:
+        """Or the server dies, and the next one comes after some steps."""
+        self.may_fail = True
+        client = self.engine.half._link._client
+        if is_server:
+            engines = self.bench.engines
+            self.server.close()
+            self.step(steps)
+            self.start_server(engines)
+        elif client is not None:
+            client.shutdown()
+            self.step(steps)
+
+    @rule()
+    def go_on_as_before(self) -> None:
+        self.engine.ready(self.bench.manager)
+
+    @rule(on=st.booleans())
+    def call_hooks_twice(self, on: bool) -> None:
+        self.again.on = on
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    @invariant()
+    def held_blocks_are_those_of_saves(self) -> None:
+        self.seen["rules"] += 1
+        saves = self.engine.half._saves
+        tasks: list[Any] = [*saves._offers, *saves._running.values()]
+        held = [block for task in tasks for block in task.blocks]
+        assert saves._held.count == len(held)
+        assert all(block.ref_cnt > 0 for block in held)
+
+    @rule()
+    def come_to_rest(self) -> None:
+        self.engine.ready(self.bench.manager)
+        self.engine.run()
+        for name, tokens in self.wanted.items():
+            self.check_answer(name, tokens)
+        self.wanted.clear()
+
+        def remembers_nothing() -> bool:
+            self.engine.step()
+            self.engine.run()
+            return not self.engine.leftovers()
+
+        try:
+            eventually(remembers_nothing, "something of requests that have ended is kept")
+        except AssertionError:
+            pytest.fail(f"of requests that have ended is kept: {self.engine.leftovers()}")
+        self.bench.check_nothing_is_held()
+        named = set(self.bench.named_blocks(self.engine))
+        eventually(lambda: self.bench.saved_keys() <= named, "blocks of no request are saved")
+        self.seen["saved blocks looked at"] += self.bench.check_saved_bytes(self.engine)
+
+    def check_answer(self, name: str, tokens: list[int]) -> None:
+        request = self.engine.requests[name]
+        self.seen[f"ended by {request.get_finished_reason()}"] += 1
+        self.seen["preemptions"] += request.num_preemptions
+        given = list(request.output_token_ids)
+        if request.status is RequestStatus.FINISHED_ERROR:
+            assert self.policy == "fail", f"{name} failed"
+            assert self.may_fail, f"{name} failed"
+            assert given == tokens[: len(given)]
+        else:
+            assert given == tokens, f"{name} was answered wrongly"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "copies"):
+            return
+        self.copies.heal()
+        self.again.on = False
+        try:
+            if sys.exc_info()[0] is None:
+                self.come_to_rest()
+                eventually(self.caches_again, "nothing is cached any more")
+            for name in ("saved", "loaded"):
+                count = self.bench.manager.counters.snapshot()[f"kvstrata_{name}_blocks_total"]
+                self.seen[f"{name} blocks"] += count
+        finally:
+            self.stack.close()
+            self.server.close()
+
+    def caches_again(self) -> bool:
+        number = len(self.engine.requests)
+        self.engine.serve(f"r{number}", prompt(1000 + number, 24), 2)
+        self.engine.forget_device()
+        return self.engine.serve(f"r{number + 1}", prompt(1000 + number, 24), 2) > 0
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "drafts", "load_mode"),
+    [(*mode, "blockwise") for mode in MODES.values()]
+    + [(False, drafts, "layerwise") for drafts in (0, 3)],
+    ids=[*MODES, "sync-layerwise", "sync-drafts-layerwise"],
+)
+def test_any_traffic_and_any_fault(asynchronous: bool, drafts: int, load_mode: str) -> None:
+    class Machine(SchedulerMachine):
+        seen: ClassVar[Counter[str]] = Counter()
+
+    Machine.asynchronous, Machine.drafts, Machine.load_mode = asynchronous, drafts, load_mode
+    try:
+        run_state_machine_as_test(Machine, settings=machine_settings(examples=12, steps=40))
+    finally:
+        for what, count in sorted(Machine.seen.items()):
+            print(f"{count:8} {what}")  # noqa: T201 - for pytest -rP
+    assert Machine.seen["loaded blocks"] > 20
+
+
+@settings(max_examples=max(5, settings().max_examples // 200), deadline=None)
+@given(
+    asked=st.lists(arrivals.filter(lambda each: not each.waits), min_size=1, max_size=8),
+    steps=st.lists(st.integers(0, 10), min_size=8, max_size=8),
+)
+def test_all_schedulers_save_the_same_blocks(asked: list[Arrival], steps: list[int]) -> None:
+    """Also of prompts that share, stop and are preempted, and however many drafts are right."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for asynchronous, drafts in MODES.values():
+            with start(model_folder(Path(folder)), 400) as bench:
+                engine = bench.engine(asynchronous=asynchronous, drafts=drafts, num_blocks=60)
+                allow_images(engine)
+                for each, count in zip(asked, steps, strict=False):
+                    add(engine, each)
+                    for _ in range(count):
+                        engine.step()
+                engine.run()
+                found.append(bench.saved_keys())
+                assert bench.check_saved_bytes(engine) == len(found[-1])
+    assert found[1:] == [found[0]] * 3
