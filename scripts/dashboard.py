@@ -257,6 +257,44 @@ ROWS: Final = (
             ),
         ),
     ),
+    Row(
+        "Blending",
+        (
+            Panel(
+                "Requests, by what became of blending",
+                "short",
+                "Or why they were computed as ever. A second; only of engines with BlendConnector.",
+                (Query(rate("kvstrata_blend_requests_total", "result"), "{{result}}"),),
+            ),
+            Panel(
+                "Tokens reused elsewhere, and spared",
+                "short",
+                "Of prefill, a second.",
+                (Query(rate("kvstrata_blend_tokens_total", "kind"), "{{kind}}"),),
+            ),
+            Panel(
+                "What audits find",
+                "short",
+                "Divergence of the first token, in nats, and the share whose likeliest token is "
+                "another.",
+                (
+                    Query(
+                        rate("kvstrata_blend_audit_divergence_total")
+                        + " / "
+                        + rate("kvstrata_blend_audits_total"),
+                        "divergence",
+                    ),
+                    Query(
+                        rate("kvstrata_blend_audits_total", only='result="other"')
+                        + " / "
+                        + rate("kvstrata_blend_audits_total"),
+                        "another token",
+                    ),
+                    Query(total("kvstrata_blend_switched_off"), "engines switched off"),
+                ),
+            ),
+        ),
+    ),
 )
 
 

@@ -46,6 +46,11 @@ def test_catalogue_is_append_only() -> None:
         "kvstrata_leased_blocks",
         "kvstrata_engines",
         "kvstrata_connected",
+        "kvstrata_blend_requests_total",
+        "kvstrata_blend_tokens_total",
+        "kvstrata_blend_audits_total",
+        "kvstrata_blend_audit_divergence_total",
+        "kvstrata_blend_switched_off",
     ]
 
 
@@ -55,7 +60,8 @@ def test_names_and_units_are_those_that_prometheus_wants() -> None:
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert (metric.kind == "histogram") == metric.name.endswith("_seconds")
         assert metric.help.endswith(".")
-        assert set(metric.label_names) <= {"tier", "operation", "reason", "cause", "kind", "server"}
+        labels = {"tier", "operation", "reason", "cause", "kind", "server", "result"}
+        assert set(metric.label_names) <= labels
 
 
 def test_amounts_add_up_by_label() -> None:

@@ -92,6 +92,7 @@ class Engine:
     transfer: Mapping[str, Any] | None = None  # vLLM's kv_transfer_config without the names
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: Sequence[str] = ()  # that runs it, as in a network of its own
+    environment: Mapping[str, str] = field(default_factory=dict)
     is_split: bool = False  # into vLLM's three processes; in one it starts in a third of the time
 
     def __post_init__(self) -> None:
@@ -101,6 +102,7 @@ class Engine:
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.is_split)),
             name: value,
+            **self.environment,
         }
         with self.log.open("ab") as log:
             self._process = self._started(log, env)

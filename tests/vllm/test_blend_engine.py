@@ -1,88 +1,17 @@
 """Blended requests of a real engine: what they reuse, and what nobody else ever sees of it."""
 
 import os
-import random
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.vllm.engine import Act, Answer, Ask, Engine, embedded_report
-from tests.vllm.oracle import Oracle, random_prompt
+from prometheus_client.parser import text_string_to_metric_families
+from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
+from tests.vllm.engine import Act, Ask, embedded_report
+from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.vllm
-
-BLOCK_TOKENS = 32
-Prompt = tuple[int, ...]
-
-
-@dataclass
-class Subject:
-    """An engine that knows some documents, each from a prompt of its own behind one system prompt."""
-
-    engine: Engine
-    oracle: Oracle
-    rng: random.Random
-    system: Prompt
-    documents: list[Prompt]
-    asked: int = 0
-
-    def text(self, tokens: int) -> Prompt:
-        return random_prompt(self.rng, tokens)
-
-    def prompt(self, *documents: int) -> Prompt:
-        """Documents in another place and order than before, behind the same system prompt."""
-        parts = [part for d in documents for part in (self.documents[d], self.text(3))]
-        return sum(parts, self.system) + self.text(40)
-
-    def ask(self, prompt: Prompt, blend: object, tokens: int = 8) -> Ask:
-        self.asked += 1
-        return Ask(f"blend-{self.asked}", prompt, tokens, transfer={"blend": blend})
-
-    def run(self, asks: Sequence[Ask], *acts: Act) -> dict[str, Answer]:
-        return self.engine.run([*asks, *acts])
-
-    def one(self, prompt: Prompt, blend: object) -> Answer:
-        ask = self.ask(prompt, blend)
-        return self.run([ask])[ask.id]
-
-    def exact(self, prompt: Prompt) -> Answer:
-        """The answer to *prompt* without blending, which must be that of vLLM alone."""
-        ask = self.ask(prompt, blend=False)
-        answers = self.run([ask])
-        self.oracle.check([ask], answers)
-        return answers[ask.id]
-
-
-@contextmanager
-def blending(model: Path, oracle: Oracle, folder: Path) -> Iterator[Subject]:
-    rng = random.Random(20261123)
-    transfer = {
-        "kv_connector": "BlendConnector",
-        "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
-        "kv_role": "kv_both",
-        "engine_id": f"{folder.name}-{os.getpid()}-{random.SystemRandom().randrange(1 << 30)}",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": "host:256MiB",
-            "recompute": "never",
-            "blend_min_saved_tokens": 0,
-            "blend_min_saved_share": 0,
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
-    with Engine(model, folder / "log", transfer) as engine:
-        system = random_prompt(rng, 2 * BLOCK_TOKENS)
-        documents = [random_prompt(rng, 150 + 37 * i) for i in range(4)]
-        made = Subject(engine, oracle, rng, system, documents)
-        for document in documents:
-            made.exact(system + document + made.text(9))
-        engine.reset_prefix_cache()
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +20,6 @@ def subject(
 ) -> Iterator[Subject]:
     with blending(tiny_llama, oracle, tmp_path_factory.mktemp("blend")) as made:
         yield made
-
-
-def whole_blocks(prompt: Prompt) -> int:
-    """Tokens of the blocks before the last token."""
-    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_everything_computed_anew_is_what_vllm_alone_answers(subject: Subject) -> None:
@@ -193,6 +117,48 @@ def test_afterwards_nothing_is_held(subject: Subject) -> None:
     subject.engine.reset_prefix_cache()
     report = embedded_report(subject.engine.transfer["engine_id"])  # type: ignore[index]
     assert (report.running_gets, report.running_puts) == (0, 0)
+
+
+def test_audits_find_how_far_answers_are_and_stop_what_is_too_far(
+    tiny_llama: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    extra = {"blend_audit_share": 1, "blend_audit_limit": 1e-3, "blend_salts": ["tenant"]}
+    with blending(tiny_llama, oracle, tmp_path, extra=extra) as subject:
+
+        def count(name: str, result: str | None = None) -> float:
+            return sum(
+                sample.value
+                for family in text_string_to_metric_families(subject.engine.exposition())
+                for sample in family.samples
+                if sample.name == f"kvstrata_blend_{name}"
+                and result in (None, sample.labels.get("result"))
+            )
+
+        for documents in ((2, 0), (3, 1)):
+            ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
+            oracle.check([ask], subject.run([ask]))
+        assert (count("audits_total", "same"), count("audits_total", "other")) == (2, 0)
+        assert count("audit_divergence_total") < 1e-6
+        for number in range(6):  # eight audits are enough
+            prompt = subject.prompt(number % 4, (number + 1) % 4)
+            assert subject.one(prompt, {"ratio": 0.0}).cached_tokens == whole_blocks(prompt)
+        assert count("audit_divergence_total") > 1e-2
+        assert count("requests_total", "blended") == 8
+        assert count("switched_off") == 1
+
+        ask = subject.ask(subject.prompt(2, 3), {"ratio": 0.0})
+        oracle.check([ask], subject.run([ask]))
+        assert count("requests_total", "switched_off") == 1
+
+        subject.engine.reset_prefix_cache(connector=True)
+        for document in subject.documents:
+            salted = Ask(f"of-{len(document)}", document, 4, salt="tenant")
+            subject.run([salted])
+        subject.engine.reset_prefix_cache()
+        assert count("switched_off") == 0
+        prompt = subject.prompt(1, 2)
+        salted = Ask("salted", prompt, 4, salt="tenant")
+        assert subject.run([salted])["salted"].cached_tokens == whole_blocks(prompt)
 
 
 def test_a_server_that_dies_costs_a_prefill_and_no_request(

@@ -69,6 +69,14 @@ def test_kinds_of_requests_that_are_not_blended(carries: dict[str, Any], reason:
     assert can_be_reused(request())
 
 
+def test_tenants_can_be_blended_by_their_salt() -> None:
+    config = load_config({"blend_salts": ["a", "b"]}, environ={})
+    assert wish_of(request(cache_salt="b"), config) == (0.15, None)
+    assert wish_of(request(cache_salt="c"), config).refused == "not_asked"
+    assert wish_of(request(), config).refused == "not_asked"
+    assert wish_of(request(cache_salt="b", blend=False), config).refused == "not_asked"
+
+
 def test_taint_renames_the_blocks_from_one_on_also_those_that_come_later() -> None:
     chain, mine, other = TaintChain(HASH_TOKENS), request("mine"), request("other")
     exact = list(mine.block_hashes)

@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 from tests.vllm.engine import (
     MAX_TOKENS,
+    START_SECONDS,
     Act,
     Answer,
     Ask,
@@ -194,7 +195,9 @@ class Operator:
     def start(self, tiers: str = "host:64MiB") -> CacheServer:
         self.stop()
         self.server = CacheServer(load_config({"tiers": tiers}), self.socket, self._log)
-        wait_until(lambda: server_answers(self.socket), "the server does not answer")
+        wait_until(
+            lambda: server_answers(self.socket), "the server does not answer", seconds=START_SECONDS
+        )
         return self.server
 
     def stop(self) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "Step",
     "drive",
     "highest",
+    "one_step",
     "split",
     "union",
 ]
@@ -119,6 +120,15 @@ class Selection:
             self.step = self._steps.send(scores)
         except StopIteration:
             self.step = None
+
+
+def one_step(step: Step) -> Selection:
+    """Nothing but *step*."""
+
+    def steps() -> Steps:
+        yield step
+
+    return Selection(steps())
 
 
 def drive(selection: Selection, scorer: Scorer) -> Positions:

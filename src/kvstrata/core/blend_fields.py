@@ -41,6 +41,14 @@ class BlendFields(BaseModel):
         ),
         examples=["all"],
     )
+    blend_salts: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Values of `cache_salt` whose requests are all blended, as with `blend: all`: tenants who "
+            "have agreed to it."
+        ),
+        examples=['["tenant-a"]'],
+    )
     blend_chunk_size: _Number = Field(
         default=64,
         ge=16,
@@ -80,6 +88,23 @@ class BlendFields(BaseModel):
         default=0.3,
         description="And if these are so large a share of the tokens that it would compute.",
         examples=["0.3"],
+    )
+    blend_audit_share: _Share = Field(
+        default=0.01,
+        description=(
+            "Share of the blended requests of which the first token is also computed exactly, which "
+            "costs each of them a whole prefill."
+        ),
+        examples=["0.01"],
+    )
+    blend_audit_limit: Annotated[float, BeforeValidator(refuse_bool)] = Field(
+        default=0.5,
+        gt=0,
+        description=(
+            "Mean divergence of the first token's distribution from the exact one, in nats, over the "
+            "last 32 audits, above which the engine blends no more until its cache is reset."
+        ),
+        examples=["0.5"],
     )
     position_correction: Annotated[bool, AfterValidator(_on)] = Field(
         default=True,

@@ -211,6 +211,63 @@ CONNECTED: Final = Metric(
     kind="gauge",
     labels=("server",),
 )
+BLEND_REQUESTS: Final = Metric(
+    "kvstrata_blend_requests_total",
+    "Requests that BlendConnector has scheduled: blended; failed, which were computed after all; or "
+    "computed because it was not asked for (not_asked) or not in a form that is understood "
+    "(not_understood), the request has an adapter, images, embeddings or prompt_logprobs, KV that its "
+    "sender called approximate (tainted), no other KV of its tokens is known (no_run), blending would "
+    "spare too few tokens (few_tokens, small_share), its audits have switched it off (switched_off), "
+    "or there is no cache server (no_server). Only in vLLM's metrics.",
+    (
+        "blended",
+        "failed",
+        "not_asked",
+        "not_understood",
+        "adapter",
+        "images",
+        "embeddings",
+        "prompt_logprobs",
+        "tainted",
+        "no_run",
+        "few_tokens",
+        "small_share",
+        "switched_off",
+        "no_server",
+    ),
+    "result",
+)
+BLEND_TOKENS: Final = Metric(
+    "kvstrata_blend_tokens_total",
+    "Tokens of blended requests behind their exact prefix: those found elsewhere (reused), of which "
+    "some are computed anew, and those of a prefill that all this spares (spared). Only in vLLM's "
+    "metrics.",
+    ("reused", "spared"),
+    "kind",
+)
+BLEND_AUDITS: Final = Metric(
+    "kvstrata_blend_audits_total",
+    "Blended requests whose first token was computed exactly, too, by whether both ways the same "
+    "token was the most likely. Only in vLLM's metrics.",
+    ("same", "other"),
+    "result",
+)
+BLEND_DIVERGENCE: Final = Metric(
+    "kvstrata_blend_audit_divergence_total",
+    "Divergence (Kullback-Leibler, nats) that these audits have found, in sum. Only in vLLM's "
+    "metrics.",
+)
+BLEND_OFF: Final = Metric(
+    "kvstrata_blend_switched_off",
+    "1 when audits have found that answers diverge too far: nothing is blended until the cache is "
+    "reset. Only in vLLM's metrics.",
+    kind="gauge",
+)
+
+OF_ENGINES: Final = frozenset(
+    {CONNECTED, BLEND_REQUESTS, BLEND_TOKENS, BLEND_AUDITS, BLEND_DIVERGENCE, BLEND_OFF}
+)
+"""What only an engine can tell; no server exports it."""
 
 CATALOGUE: Final = (
     LOOKUPS,
@@ -250,12 +307,18 @@ CATALOGUE: Final = (
     LEASED_BLOCKS,
     ENGINES,
     CONNECTED,
+    BLEND_REQUESTS,
+    BLEND_TOKENS,
+    BLEND_AUDITS,
+    BLEND_DIVERGENCE,
+    BLEND_OFF,
 )
 # What a server counts in blocks or tokens; the other metrics are made from its report.
 _COUNTED: Final = tuple(
     metric
     for metric in CATALOGUE
-    if metric.kind == "counter" and metric not in {SAVED_BYTES, SPARED_SECONDS, STORE_BYTES}
+    if metric.kind == "counter"
+    and metric not in OF_ENGINES | {SAVED_BYTES, SPARED_SECONDS, STORE_BYTES}
 )
 
 

@@ -41,8 +41,8 @@ class _Reports(Collector):
     def collect(self) -> Iterator[Metric]:
         found = [(server, list(samples(report))) for server, report in self._reports.items()]
         for metric in metrics.CATALOGUE:
-            if metric is metrics.CONNECTED:
-                continue  # an engine's to tell
+            if metric in metrics.OF_ENGINES:
+                continue
             labels = ["server", *metric.label_names]
             family = _FAMILIES[metric.kind](metric.name, metric.help, labels=labels)
             for server, of_server in found:

@@ -1,8 +1,9 @@
 """The metric catalogue in vLLM's own ``/metrics`` and log: what its frontends do with our counts."""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -113,8 +114,10 @@ class KVStrataPromMetrics(KVConnectorPromMetrics):
         }
         _registered[:] = self._metrics.values()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if load_config(extra).server == "embedded":
-            self._begin_at_zero(per_engine_labelvalues.values())
+        is_embedded = load_config(extra).server == "embedded"
+        for metric in metrics.CATALOGUE:
+            if is_embedded or metric in metrics.OF_ENGINES:
+                self._begin_at_zero(metric, per_engine_labelvalues.values())
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
@@ -127,14 +130,11 @@ class KVStrataPromMetrics(KVConnectorPromMetrics):
             for value in replayed(Spread(tuple(within), calls, seconds)):
                 child.observe(value)
 
-    def _begin_at_zero(self, engines: Any) -> None:
+    def _begin_at_zero(self, metric: Metric, engines: Iterable[list[object]]) -> None:
         """Rates need the zero before the first count."""
-        for metric in metrics.CATALOGUE:
-            if metric.kind != "counter" or metric.labels:
-                continue
-            for engine in engines:
-                for value in metric.values or ("",):
-                    self._metrics[metric.name].labels(*engine, *([value] if value else []))
+        if metric.kind == "counter" and not metric.labels:
+            for engine, value in itertools.product(engines, metric.values or ("",)):
+                self._metrics[metric.name].labels(*engine, *([value] if value else []))
 
     def _child(self, engine: list[object], key: str) -> Any:
         name, labels = _split(key)

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstrata.blend.audit import Audit
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta
 
 __all__ = ["NULL_BLOCK", "HookStep", "Load", "Save", "StepPlan", "WorkerReport"]
@@ -76,6 +77,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     load_done: dict[int, int] = field(default_factory=dict)  # task id -> workers done, ok or not
     load_failed: set[int] = field(default_factory=set)
     hook_failed: bool = False
+    audits: dict[int, Audit] = field(default_factory=dict)  # of blended requests, by task id
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """A new report: counts added, failures united (vLLM ``KVOutputAggregator``)."""
@@ -87,6 +89,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             load_done=_add(self.load_done, other.load_done),
             load_failed=self.load_failed | other.load_failed,
             hook_failed=self.hook_failed or other.hook_failed,
+            audits=self.audits | other.audits,
         )
 
 

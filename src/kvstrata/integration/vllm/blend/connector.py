@@ -108,6 +108,7 @@ class BlendConnector(KVStrataConnector):
         ours = WorkerReport(
             load_done={each.task_ids[0]: 1 for each in ended},
             load_failed={each.task_ids[0] for each in ended if not each.whole},
+            audits={each.task_ids[0]: each.audit for each in ended if each.audit is not None},
         )
         return ours if report is None else ours.aggregate(report)
 

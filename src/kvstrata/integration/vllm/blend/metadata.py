@@ -28,6 +28,7 @@ class BlendRequestMeta:
     generations: NDArray[np.int64]  # (n,) what each slot's generation must be
     first_row: NDArray[np.int64]  # (runs,)
     ratio: float
+    is_audited: bool  # its first token is also computed exactly
     awaits_load: bool  # its exact prefix comes as a load of the same step
 
 

@@ -42,7 +42,7 @@ class NestedForward:
         (group,) = kv_cache_config.kv_cache_groups
         context = vllm_config.compilation_config.static_forward_context
         backend = context[group.layer_names[0]].get_attn_backend()
-        self._model = model
+        self.model: Any = model
         self._vllm_config = vllm_config
         self._device = device
         self._layers = group.layer_names
@@ -71,7 +71,7 @@ class NestedForward:
             num_tokens=len(tokens),
             slot_mapping=dict.fromkeys(self._layers, slots),
         ):
-            hidden: torch.Tensor = self._model(
+            hidden: torch.Tensor = self.model(
                 input_ids=tokens,
                 positions=positions,
                 intermediate_tensors=None,

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from kvstrata.blend.audit import Audit, Auditor
 from kvstrata.blend.fingerprints import Fingerprints
 from kvstrata.blend.plan import BlendPlan, Economy, ReusedRuns
 from kvstrata.blend.source_index import SourceIndex
@@ -22,10 +23,12 @@ from kvstrata.integration.vllm.blend.rules import rule_of
 from kvstrata.integration.vllm.blend.taint import TaintChain
 from kvstrata.integration.vllm.blend.wishes import Wish, can_be_reused, wish_of
 from kvstrata.integration.vllm.blocks import BlockIds
+from kvstrata.integration.vllm.engine_metrics import KVStrataStats
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.loads import STALE_SECONDS
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.integration.vllm.scheduler import SchedulerHalf, Tracked
+from kvstrata.observe import metrics
 from kvstrata.server import protocol as p
 
 _log = logging.getLogger(__name__)
@@ -37,9 +40,11 @@ class _Candidate:
 
     wish: Wish
     first_token: int  # behind the exact prefix, as of vLLM's last question
+    result: str  # a value of metrics.BLEND_REQUESTS: why it is not blended, so far
     lookup: RunLookup | None = None  # None if blending it does not pay
     found: RunSlots | None = None
     plan: BlendPlan | None = None
+    spared_tokens: float = 0.0  # of prefill, by the plan
     offered_tokens: int = 0  # to vLLM by its last question, exact ones too; 0: none to be blended
 
     def is_fresh(self, first_token: int, link: CacheLink, config: Config) -> bool:
@@ -91,7 +96,9 @@ class BlendScheduler(SchedulerHalf):
         )
         self._taints = TaintChain(self._math.hash_tokens)
         self._candidates: dict[str, _Candidate] = {}
-        self._refused: set[str] = set()  # requests whose blending has failed once
+        self._results: dict[str, str] = {}  # of requests: values of metrics.BLEND_REQUESTS
+        self._counted = KVStrataStats()
+        self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
         self._planned: list[BlendRequestMeta] = []
         self._running: dict[int, _Running] = {}  # by the first of its tasks
 
@@ -138,18 +145,30 @@ class BlendScheduler(SchedulerHalf):
 
     def _candidate(self, request: Request, first_token: int) -> _Candidate:
         wish = wish_of(request, self._config)
-        candidate = _Candidate(wish, first_token)
-        is_tainted = self._taints.first_token(request.request_id) is not None  # by its sender
-        is_out = is_tainted or request.request_id in self._refused
-        is_whole = first_token >= request.num_prompt_tokens - 1
-        if not wish.blend or is_out or is_whole or not self._link.ready:
-            return candidate
+        obstacle = self._obstacle(request, wish, first_token)
+        if obstacle is not None:
+            return _Candidate(wish, first_token, obstacle)
+        candidate = _Candidate(wish, first_token, "no_run")
         tokens = np.array(request.prompt_token_ids, np.uint32)
         runs = self._index.match(self._domain(request), tokens, first_token, len(tokens) - 1)
         reused = ReusedRuns(runs.start, runs.length, runs.delta, np.zeros(len(runs), np.bool_))
         if self._pays(candidate, self._plan(request, reused, first_token)):
             candidate.lookup = RunLookup(self._link, self._namespace, runs, request.request_id)
         return candidate
+
+    def _obstacle(self, request: Request, wish: Wish, first_token: int) -> str | None:
+        """Why *request* is not blended, whatever is known of its tokens."""
+        if wish.refused is not None:
+            return wish.refused
+        if self._taints.first_token(request.request_id) is not None:
+            return "tainted"
+        if self._results.get(request.request_id) == "failed":
+            return "failed"
+        if self._auditor.has_failed:
+            return "switched_off"
+        if first_token >= request.num_prompt_tokens - 1:
+            return "no_run"
+        return None if self._link.ready else "no_server"
 
     def _settle(self, request: Request, candidate: _Candidate, lookup: RunLookup) -> None:
         found = lookup.found()
@@ -177,6 +196,8 @@ class BlendScheduler(SchedulerHalf):
             or not candidate.offered_tokens
             or external_tokens != candidate.offered_tokens
         ):
+            if candidate is not None:
+                self._results.setdefault(request.request_id, candidate.result)
             self._drop(request)
             super().allocated(request, block_ids, external_tokens)
             return
@@ -195,6 +216,8 @@ class BlendScheduler(SchedulerHalf):
 
     def worker_report(self, report: WorkerReport) -> None:
         super().worker_report(report)
+        for audit in report.audits.values():
+            self._judge(audit)
         for name, workers in report.load_done.items():
             running = self._running.get(name)
             if running is None:
@@ -207,8 +230,23 @@ class BlendScheduler(SchedulerHalf):
             if running.connection == self._link.number:  # whatever failed, the blocks are good
                 self._link.submit(p.Complete(running.task_ids))
             if running.failed and (tracked := self._requests.get(running.request_id)) is not None:
-                self._refused.add(running.request_id)
+                self._results[running.request_id] = "failed"
                 self._taints.lift(tracked.request)
+
+    def _judge(self, audit: Audit) -> None:
+        self._counted.add_counter(metrics.BLEND_AUDITS, ("same" if audit.agrees else "other",), 1)
+        self._counted.add_counter(metrics.BLEND_DIVERGENCE, (), audit.divergence)
+        before = self._auditor.has_failed
+        self._auditor.add(audit)
+        if self._auditor.has_failed and not before:
+            self._counted.set_gauge(metrics.BLEND_OFF, (), 1)
+            _log.warning(
+                "nothing is blended any more: the first tokens of the last audited requests diverge "
+                "by %.3g nats on average, blend_audit_limit is %g; compute more anew "
+                "(recompute_ratio), and reset the cache or restart to blend again",
+                self._auditor.mean_divergence,
+                self._config.blend_audit_limit,
+            )
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         tracked = self._requests.get(request.request_id)
@@ -218,12 +256,27 @@ class BlendScheduler(SchedulerHalf):
             tracked.offered_blocks = sys.maxsize
         super().finished(request, block_ids)
         self._drop(request)
-        self._refused.discard(request.request_id)
         self._taints.forget(request.request_id)
+        if (result := self._results.pop(request.request_id, None)) is not None:
+            self._counted.add_counter(metrics.BLEND_REQUESTS, (result,), 1)
+            _log.debug("request %s: blending: %s", request.request_id, result)
+
+    @property
+    def busy(self) -> bool:
+        """vLLM takes what was counted at the end of a request in a later step."""
+        return super().busy or not self._counted.is_empty()
+
+    def take_stats(self) -> KVStrataStats | None:
+        found = super().take_stats() or KVStrataStats()
+        found.aggregate(self._counted)
+        self._counted.reset()
+        return None if found.is_empty() else found
 
     def reset(self) -> None:
         super().reset()
         self._index.clear()
+        self._auditor.begin_again()
+        self._counted.set_gauge(metrics.BLEND_OFF, (), 0)
         for tracked in self._requests.values():
             self._drop(tracked.request)
 
@@ -259,7 +312,10 @@ class BlendScheduler(SchedulerHalf):
 
     def _pays(self, candidate: _Candidate, plan: BlendPlan) -> bool:
         rule = rule_of(self._config, candidate.wish.ratio, self._layers)
-        return self._economy.decide(plan, rule.work_tokens(plan)).blend
+        decision = self._economy.decide(plan, rule.work_tokens(plan))
+        candidate.result = "failed" if decision.blend else decision.reason.value
+        candidate.spared_tokens = decision.saved_tokens
+        return decision.blend
 
     def _begin(
         self,
@@ -288,16 +344,21 @@ class BlendScheduler(SchedulerHalf):
                 found.generations,
                 found.first_row[plan.origin] + clipped,
                 candidate.wish.ratio,
+                self._auditor.wants_next(),
                 awaits_load,
             )
         )
         self._running[found.task_ids[0]] = _Running(
             request.request_id, found.task_ids, self._link.number, self._world_size
         )
+        self._results[request.request_id] = "blended"
+        reused, spared = int(plan.runs.length.sum()), round(candidate.spared_tokens)
+        self._counted.add_counter(metrics.BLEND_TOKENS, ("reused",), reused)
+        self._counted.add_counter(metrics.BLEND_TOKENS, ("spared",), spared)
         _log.debug(
             "request %s: blending %d tokens in %d runs, up to %d",
             request.request_id,
-            int(plan.runs.length.sum()),
+            reused,
             len(plan.runs.start),
             plan.end,
         )

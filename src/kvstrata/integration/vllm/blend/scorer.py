@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from kvstrata.blend.plan import Positions
 from kvstrata.blend.selection import Recompute, ScoreAttention, ScoreDeviation, Scores, Step
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
@@ -55,6 +56,16 @@ class StepRunner:
                 return self._attention_scores(prompt, positions, torch.from_numpy(probes))
             case ScoreDeviation(layer=layer):
                 return self._deviation(prompt, positions, layer)
+
+    @torch.inference_mode()
+    def predict(self, prompt: Prompt, positions: Positions) -> Scores | None:
+        """Recompute *positions*; logits (vocabulary,) of what follows, None on some ranks."""
+        hidden = self._nested.run([prompt.part(torch.from_numpy(positions))])
+        logits = self._nested.model.compute_logits(hidden[-1:])
+        if logits is None:
+            return None
+        found: Scores = logits[0].float().cpu().numpy()
+        return found
 
     def _attention_scores(
         self, prompt: Prompt, positions: torch.Tensor, probes: torch.Tensor

@@ -36,7 +36,7 @@ def wish_of(request: Request, config: Config) -> Wish:
     logged, and the request is computed.
     """
     said = (request.kv_transfer_params or {}).get("blend")
-    if said is None and config.blend == "all":
+    if said is None and (config.blend == "all" or request.cache_salt in config.blend_salts):
         said = True
     if said is None or said is False:
         return Wish(config.recompute_ratio, "not_asked")

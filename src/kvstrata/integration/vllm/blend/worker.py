@@ -4,6 +4,7 @@ All ranks get the same requests in the same order and take the same steps, since
 the model is a collective. Where one rank has a doubt, all give the request up together.
 """
 
+import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from kvstrata.blend.audit import Audit, compare
 from kvstrata.blend.position import PositionCorrector
-from kvstrata.blend.selection import Rule, Scores, Selection, Step, split
+from kvstrata.blend.selection import Recompute, Rule, Scores, Selection, Step, one_step, split
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
 from kvstrata.integration.vllm.blend.nested import slots_of
 from kvstrata.integration.vllm.blend.pages import TokenPages
@@ -34,6 +36,16 @@ class Ended:
     request_id: str
     task_ids: list[int]
     whole: bool
+    audit: Audit | None = None  # if it was audited, and this rank has the logits
+
+
+class _Stage(enum.Enum):
+    """What a request goes through; only an audited one has all of it."""
+
+    EXACT = enum.auto()  # all of the prompt is computed, to compare with
+    REUSE = enum.auto()  # reused KV is written over that, and some of it computed
+    CHECK = enum.auto()  # the end of the prompt is computed with what is there now
+    OVER = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -42,19 +54,30 @@ class _Job:
     server_id: bytes
     prompt: Prompt
     awaits_load: bool
-    selection: Selection | None = None  # once the reused KV is in place
+    stage: _Stage
+    selection: Selection | None = None  # what this stage runs, once it has begun
     scores: Scores | None = None  # of the part of a split step that has been run
     failed: bool = False
+    exact: Scores | None = None  # logits of the first token
+    audit: Audit | None = None
 
     @property
     def step(self) -> Step | None:
         return None if self.selection is None else self.selection.step
 
     @property
+    def can_begin(self) -> bool:
+        waits = self.awaits_load or self.failed or self.stage is _Stage.OVER
+        return self.selection is None and not waits
+
+    @property
     def is_over(self) -> bool:
         """Never while its exact prefix is being written: then its device blocks are not free."""
-        is_done = self.selection is not None and self.selection.step is None
-        return not self.awaits_load and (self.failed or is_done)
+        return not self.awaits_load and (self.failed or self.stage is _Stage.OVER)
+
+    def from_token(self, first: int) -> Selection:
+        """The rest of the prompt, computed by all that is in place before it."""
+        return one_step(Recompute(np.arange(first, len(self.prompt.tokens))))
 
 
 class BlendWorker:
@@ -81,7 +104,8 @@ class BlendWorker:
     def begin(self, request: BlendRequestMeta, server_id: bytes) -> None:
         blocks = np.append(request.device_blocks, np.int32(NULL_BLOCK))
         prompt = Prompt(torch.from_numpy(request.tokens), torch.from_numpy(blocks))
-        self._jobs.append(_Job(request, server_id, prompt, request.awaits_load))
+        stage = _Stage.EXACT if request.is_audited else _Stage.REUSE
+        self._jobs.append(_Job(request, server_id, prompt, request.awaits_load, stage))
 
     def loaded(self, request_id: str, *, whole: bool) -> bool:
         """The exact prefix of the request is in place, or not; whether it is one to blend."""
@@ -96,15 +120,17 @@ class BlendWorker:
         """Run up to *budget_tokens* tokens through the model; what has ended by that."""
         self._agree()
         for job in self._jobs:
-            if job.selection is None and not job.awaits_load and not job.failed:
-                self._place(job, mapping)
+            if job.can_begin:
+                self._begin_stage(job, mapping)
         self._agree()
         for job in self._jobs:
             while budget_tokens > 0 and not job.failed and job.step is not None:
                 budget_tokens -= self._run(job, budget_tokens)
         over = [job for job in self._jobs if job.is_over]
         self._jobs = [job for job in self._jobs if not job.is_over]
-        return [Ended(j.request.request_id, j.request.task_ids, not j.failed) for j in over]
+        return [
+            Ended(j.request.request_id, j.request.task_ids, not j.failed, j.audit) for j in over
+        ]
 
     def _agree(self) -> None:
         """A request waits while it waits on any rank, and has failed if it has on any."""
@@ -117,9 +143,11 @@ class BlendWorker:
         for job, (awaits, failed) in zip(self._jobs, flags.bool().tolist(), strict=True):
             job.awaits_load, job.failed = awaits, failed
 
-    def _place(self, job: _Job, mapping: HostMapping | None) -> None:
-        """Write the reused KV of *job* to its places, and let its rule begin."""
+    def _begin_stage(self, job: _Job, mapping: HostMapping | None) -> None:
         request = job.request
+        if job.stage is _Stage.EXACT:
+            job.selection = job.from_token(request.plan.exact_end)
+            return
         try:
             mapped = current(mapping, job.server_id)
             check_generations(mapped, request.slots, request.generations)
@@ -128,6 +156,18 @@ class BlendWorker:
             job.selection = self._rule(request.ratio).select(request.plan, len(request.tokens))
         except Exception as e:  # noqa: BLE001 - whatever is wrong costs a recompute, not the engine
             self._give_up(job, e)
+        self._end_stage(job)
+
+    def _end_stage(self, job: _Job) -> None:
+        """Go on to the next stage, if nothing is left to be run in this one."""
+        if job.selection is None or job.step is not None:
+            return
+        if job.stage is _Stage.EXACT:
+            job.stage, job.selection = _Stage.REUSE, None
+        elif job.stage is _Stage.REUSE and job.request.is_audited:
+            job.stage, job.selection = _Stage.CHECK, job.from_token(job.request.plan.end)
+        else:
+            job.stage, job.selection = _Stage.OVER, None
 
     def _write(self, request: BlendRequestMeta, prompt: Prompt, mapping: HostMapping) -> None:
         start, length, delta, _ = request.plan.runs
@@ -145,22 +185,41 @@ class BlendWorker:
 
     def _run(self, job: _Job, budget_tokens: int) -> int:
         """Take the next step of *job*, or a part of it; how many tokens were run."""
-        assert job.selection is not None
         assert job.step is not None
         step, rest = split(job.step, budget_tokens)
         try:
-            scores = self._runner.run(job.prompt, step)
-        except Exception as e:  # noqa: BLE001 - as in _place
+            if rest is None and job.stage is not _Stage.REUSE:
+                self._predict(job, step)
+            else:
+                self._score(job, step, rest)
+        except Exception as e:  # noqa: BLE001 - as in _begin_stage
             self._give_up(job, e)
-            return len(step.positions)
+        else:
+            self._end_stage(job)
+        return len(step.positions)
+
+    def _score(self, job: _Job, step: Step, rest: Step | None) -> None:
+        assert job.selection is not None
+        scores = self._runner.run(job.prompt, step)
         if job.scores is not None:
             scores = np.maximum(scores, job.scores)
-        job.scores = None if rest is None else scores
         if rest is None:
+            job.scores = None
             job.selection.advance(scores)
         else:
+            job.scores = scores
             job.selection.step = rest
-        return len(step.positions)
+
+    def _predict(self, job: _Job, step: Step) -> None:
+        """Compute the end of the prompt, and look at what the model would say next."""
+        assert job.selection is not None
+        logits = self._runner.predict(job.prompt, step.positions)
+        if job.stage is _Stage.EXACT:
+            job.exact = logits
+        elif logits is not None and job.exact is not None:
+            job.audit = compare(job.exact, logits)
+        job.scores = None
+        job.selection.advance()
 
     def _give_up(self, job: _Job, problem: Exception) -> None:
         job.failed = True

@@ -1,0 +1,84 @@
+"""An engine of two workers that each hold half of the KV heads: exact reuse, and blending."""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
+from tests.vllm.engine import Act, Ask, embedded_report
+from tests.vllm.oracle import Oracle, random_prompts
+
+pytestmark = pytest.mark.vllm
+
+TOKENS_PER_BLOCK = 2 * BLOCK_TOKENS
+SETTINGS = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "gpu_memory_utilization": 0.3,  # of a worker
+}
+
+
+@pytest.fixture(scope="module")
+def subject(
+    tiny_llama: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    cores = sorted(os.sched_getaffinity(0))
+    # Without it vLLM wants a NUMA node for each worker.
+    bind = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # vLLM is imported already
+    }
+    folder = tmp_path_factory.mktemp("tensor-parallel")
+    with blending(tiny_llama, oracle, folder, SETTINGS, bind) as made:
+        yield made
+
+
+def test_what_both_workers_have_saved_is_found(subject: Subject) -> None:
+    for prompt in random_prompts(subject.rng, 4, most_tokens=600):
+        subject.exact(prompt)
+        subject.engine.reset_prefix_cache()
+        assert subject.exact(prompt).cached_tokens == (
+            len(prompt) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+        )
+        subject.engine.reset_prefix_cache()
+
+
+def test_preempted_and_aborted_requests_leave_right_answers(subject: Subject) -> None:
+    rng = random.Random(subject.rng.random())
+    prompts = random_prompts(rng, 12, most_tokens=600)
+    asks = [
+        Ask(f"traffic-{i}", prompt, rng.randrange(1, 30), at_step=rng.randrange(40))
+        for i, prompt in enumerate(prompts)
+    ]
+    aborted = [ask.id for ask in rng.sample(asks, 3)]
+    acts = [Act("abort", id, at_step=rng.randrange(50)) for id in aborted]
+    acts += [Act("reset", "running", at_step=rng.randrange(50)) for _ in range(3)]
+    subject.oracle.check(asks, subject.run(asks, *acts), aborted=aborted)
+
+
+def test_blending_all_of_a_prompt_gives_what_vllm_alone_answers(subject: Subject) -> None:
+    for documents in ((2, 0), (3, 1, 0)):
+        ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
+        answers = subject.run([ask])
+        subject.oracle.check([ask], answers)
+        assert answers[ask.id].cached_tokens == whole_blocks(ask.prompt)
+
+
+def test_exact_and_blended_requests_share_the_engine(subject: Subject) -> None:
+    """All rules score over both workers; one that chose otherwise would hang the engine."""
+    asks = []
+    for i in range(10):
+        blend = [False, True, {"ratio": 1.0}, {"ratio": 0.3}, {"ratio": 0.0}][i % 5]
+        ask = subject.ask(subject.prompt(i % 4, (i + 1) % 4), blend, tokens=6)
+        asks.append(Ask(ask.id, ask.prompt, 6, at_step=5 * i, transfer=ask.transfer))
+    answers = subject.run(asks, Act("abort", asks[6].id, 33), Act("reset", "running", 20))
+    exact = [asks[i] for i in (0, 2, 5, 7)]
+    subject.oracle.check(exact, {ask.id: answers[ask.id] for ask in exact})
+
+
+def test_afterwards_nothing_is_held(subject: Subject) -> None:
+    subject.engine.reset_prefix_cache()
+    report = embedded_report(subject.engine.transfer["engine_id"])  # type: ignore[index]
+    assert (report.running_gets, report.running_puts) == (0, 0)
