@@ -32,7 +32,8 @@ demo: .venv ## See the cache work, in a few minutes
 
 PROCESSES ?= 2
 test: lint servers ## Every check: lint, then the whole test suite, in PROCESSES (2) at a time
-	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not alone" --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m alone
 
 lint: .venv ## Static checks
 	$(BIN)/ruff check

@@ -1,4 +1,8 @@
-"""An engine of two workers that each hold half of the KV heads: exact reuse, and blending."""
+"""An engine of two workers that each hold half of the KV heads: exact reuse, and blending.
+
+Its workers spin while they wait for each other. On two cores that others use as well a cache server,
+of this engine or of another, may get no turn for many seconds.
+"""
 
 import os
 import random
@@ -6,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, embedded_report
+from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
+from tests.vllm.engine import Act, Ask, embedded_report, wait_until
 from tests.vllm.oracle import Oracle, random_prompts
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.alone]
 
 TOKENS_PER_BLOCK = 2 * BLOCK_TOKENS
 SETTINGS = {
@@ -31,18 +35,20 @@ def subject(
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # vLLM is imported already
     }
     folder = tmp_path_factory.mktemp("tensor-parallel")
-    with blending(tiny_llama, oracle, folder, SETTINGS, bind) as made:
+    patience = {f"{what}_timeout_seconds": 3 for what in ("lookup", "load", "save")}
+    with blending(tiny_llama, oracle, folder, SETTINGS, bind, patience) as made:
         yield made
 
 
 def test_what_both_workers_have_saved_is_found(subject: Subject) -> None:
-    for prompt in random_prompts(subject.rng, 4, most_tokens=600):
-        subject.exact(prompt)
-        subject.engine.reset_prefix_cache()
-        assert subject.exact(prompt).cached_tokens == (
-            len(prompt) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
-        )
-        subject.engine.reset_prefix_cache()
+    for prompt in random_prompts(subject.rng, 3, most_tokens=600):
+        whole = len(prompt) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+
+        def is_found(prompt: Prompt = prompt, whole: int = whole) -> bool:
+            subject.engine.reset_prefix_cache()
+            return subject.exact(prompt).cached_tokens == whole
+
+        wait_until(is_found, "a prompt is never found whole")
 
 
 def test_preempted_and_aborted_requests_leave_right_answers(subject: Subject) -> None:
@@ -60,10 +66,14 @@ def test_preempted_and_aborted_requests_leave_right_answers(subject: Subject) ->
 
 def test_blending_all_of_a_prompt_gives_what_vllm_alone_answers(subject: Subject) -> None:
     for documents in ((2, 0), (3, 1, 0)):
-        ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
-        answers = subject.run([ask])
-        subject.oracle.check([ask], answers)
-        assert answers[ask.id].cached_tokens == whole_blocks(ask.prompt)
+
+        def is_blended(documents: tuple[int, ...] = documents) -> bool:
+            ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
+            answers = subject.run([ask])
+            subject.oracle.check([ask], answers)
+            return answers[ask.id].cached_tokens == whole_blocks(ask.prompt)
+
+        wait_until(is_blended, "nothing is blended")
 
 
 def test_exact_and_blended_requests_share_the_engine(subject: Subject) -> None:
