@@ -36,9 +36,9 @@ class Engine:
     def wait_ready(self, timeout_seconds: float) -> None:
         self._processes += self._receive(timeout_seconds)["helpers"]
 
-    def ask(self, tokens: Sequence[int]) -> tuple[float, int]:
+    def ask(self, tokens: Sequence[int], *, blend: bool = False) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens were cached."""
-        reply = self._call({"ask": list(tokens)})
+        reply = self._call({"blend" if blend else "ask": list(tokens)})
         return reply["seconds"], reply["cached_tokens"]
 
     def batch(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, int]:

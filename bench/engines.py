@@ -5,6 +5,7 @@
 Takes one JSON object a line on standard input and answers each with one on standard output:
 
 * ``{"ask": [token ids]}`` → ``{"seconds": wall time to the first token, "cached_tokens": n}``
+* ``{"blend": [token ids]}`` → the same, of a request that asks to be blended
 * ``{"batch": {"prompts": [[token ids]], "new_tokens": n}}`` → the same for all of them together,
   the time being that to the last token
 * ``{"reset": true}`` → ``{"reset": whether the prefix cache is empty now}``
@@ -57,6 +58,13 @@ def transfer_config(order: Order) -> dict[str, Any] | None:
         "kvstrata-layerwise": lambda: _kvstrata(
             order, f"host:{order.host_bytes}", load_mode="layerwise"
         ),
+        "kvstrata-blend": lambda: (
+            _kvstrata(order, f"host:{order.host_bytes}", blend_audit_share=0)
+            | {
+                "kv_connector": "BlendConnector",
+                "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
+            }
+        ),
         "kvstrata-disk": lambda: _kvstrata(
             order, f"host:{order.small_host_bytes} | disk:{disk}:{order.disk_bytes}"
         ),
@@ -84,7 +92,7 @@ def transfer_config(order: Order) -> dict[str, Any] | None:
     return makers[order.configuration]() | {"engine_id": order.engine_id}
 
 
-def _kvstrata(order: Order, tiers: str, **settings: str) -> dict[str, Any]:
+def _kvstrata(order: Order, tiers: str, **settings: object) -> dict[str, Any]:
     return {
         "kv_connector": "KVStrataConnector",
         "kv_connector_module_path": "kvstrata.integration.vllm.connector",
@@ -167,9 +175,12 @@ def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
     )
     one_token = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 
-    def ask(tokens: list[int]) -> dict[str, Any]:
+    blended = one_token.clone()
+    blended.extra_args = {"kv_transfer_params": {"blend": True}}
+
+    def ask(tokens: list[int], sampling: SamplingParams = one_token) -> dict[str, Any]:
         started = time.perf_counter()
-        output = engine.generate({"prompt_token_ids": tokens}, one_token, use_tqdm=False)[0]
+        output = engine.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)[0]
         return {
             "seconds": time.perf_counter() - started,
             "cached_tokens": output.num_cached_tokens or 0,
@@ -195,6 +206,7 @@ def serve(order: Order, requests: TextIO, replies: TextIO) -> None:
 
     actions: dict[str, Callable[[Any], dict[str, Any]]] = {
         "ask": ask,
+        "blend": lambda tokens: ask(tokens, blended),
         "batch": batch,
         "reset": reset,
         "counters": counters,

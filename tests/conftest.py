@@ -34,6 +34,9 @@ def pytest_configure() -> None:
     else:  # has its parent's; engines that run side by side would take turns at their cores
         core = cores[int(worker.removeprefix("gw")) % len(cores)]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
+        # The process that forks engines loads torch before vLLM binds it: two threads of each engine
+        # that wait for each other on cores they share make everything five times as slow.
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.hookimpl(trylast=True)  # after the shuffle

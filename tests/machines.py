@@ -14,5 +14,8 @@ def machine_settings(*, examples: int, steps: int) -> settings:
 
 def some_of(numbers: range, first: int) -> range:
     """Every third from the *first* on, modulo three; with the nightly profile all of them."""
-    is_nightly = settings().max_examples >= 20_000
-    return numbers if is_nightly else numbers[first % 3 :: 3]
+    return numbers if is_nightly() else numbers[first % 3 :: 3]
+
+
+def is_nightly() -> bool:
+    return settings().max_examples >= 20_000

@@ -65,6 +65,21 @@ def test_the_connector_is_named_with_its_module_and_recomputes_after_failed_load
     }
 
 
+def test_blending_is_another_connector() -> None:
+    transfer = transfer_config("model", "--blend")
+    assert transfer["kv_connector"] == "BlendConnector"
+    assert transfer["kv_connector_module_path"] == "kvstrata.integration.vllm.blend.connector"
+
+
+def test_settings_of_blending_need_the_option(tmp_path: Path) -> None:
+    file = tmp_path / "kvstrata.yaml"
+    file.write_text("blend: all\nrecompute_ratio: 0.3\n")
+    assert "blend, recompute_ratio is set, and --blend is not" in refused(
+        "model", "--config", str(file)
+    )
+    assert settings("model", "--blend", "--config", str(file)).recompute_ratio == 0.3
+
+
 def test_unknown_options_go_to_vllm_unchanged_and_in_order() -> None:
     given = ["--host", "0.0.0.0", "-tp", "2", "--max-model-len=8192", "--enforce-eager", "-O3"]
     command = printed("model", *given)

@@ -2,7 +2,10 @@
 
 import json
 import random
+import re
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -29,10 +32,11 @@ def url(folder: Path, tiny_llama: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [str(tiny_llama), "--host-size", "64MiB"]
+    arguments = [str(tiny_llama), "--host-size", "64MiB", "--blend"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
     arguments += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"]
-    arguments += ["--block-size", "32", "--max-model-len", "1024"]
+    arguments += ["--block-size", "32", "--max-model-len", "2400"]
+    arguments += ["--enable-prompt-tokens-details"]
     arguments += ["--num-gpu-blocks-override", str(DEVICE_BLOCKS)]
     log = folder / "vllm.log"
     with running("serve", *arguments, log=log, env={"TMPDIR": str(folder)}) as process:
@@ -138,3 +142,18 @@ def test_prompt_is_pinned_by_the_id_of_its_response(url: str, folder: Path) -> N
     (pin,) = json.loads(pinned.stdout)["pins"]
     assert pin["blocks"] == PROMPT_TOKENS // 64
     assert kvstrata("unpin", str(pin["number"]), env=env).returncode == 0
+
+
+def test_the_example_reuses_documents_in_another_order(url: str) -> None:
+    example = Path(__file__).parents[2] / "examples" / "rag.py"
+    arguments = ["tiny", "--url", url, "--random", "5"]
+    run = subprocess.run(
+        [sys.executable, str(example), *arguments], capture_output=True, text=True, check=True
+    )
+    reused = re.findall(r"(\w+) {2,}.* (\d+) of (\d+) tokens reused", run.stdout)
+    assert reused == [
+        ("computed", "0", "2030"),
+        ("blended", "2016", "2030"),
+        ("exactly", "0", "2030"),
+    ]
+    assert metric(url, "kvstrata_blend_tokens_total") > 2000

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, embedded_report, wait_until
+from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
+from tests.vllm.engine import Act, Ask, embedded_report
 from tests.vllm.oracle import Oracle, random_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone]
@@ -30,25 +30,19 @@ def subject(
 ) -> Iterator[Subject]:
     cores = sorted(os.sched_getaffinity(0))
     # Without it vLLM wants a NUMA node for each worker.
-    bind = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # vLLM is imported already
-    }
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("tensor-parallel")
-    patience = {f"{what}_timeout_seconds": 3 for what in ("lookup", "load", "save")}
-    with blending(tiny_llama, oracle, folder, SETTINGS, bind, patience) as made:
+    with blending(tiny_llama, oracle, folder, SETTINGS, bind) as made:
         yield made
 
 
 def test_what_both_workers_have_saved_is_found(subject: Subject) -> None:
     for prompt in random_prompts(subject.rng, 3, most_tokens=600):
+        subject.exact(prompt)
+        subject.engine.reset_prefix_cache()
         whole = len(prompt) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
-
-        def is_found(prompt: Prompt = prompt, whole: int = whole) -> bool:
-            subject.engine.reset_prefix_cache()
-            return subject.exact(prompt).cached_tokens == whole
-
-        wait_until(is_found, "a prompt is never found whole")
+        assert subject.exact(prompt).cached_tokens == whole
+        subject.engine.reset_prefix_cache()
 
 
 def test_preempted_and_aborted_requests_leave_right_answers(subject: Subject) -> None:
@@ -66,14 +60,10 @@ def test_preempted_and_aborted_requests_leave_right_answers(subject: Subject) ->
 
 def test_blending_all_of_a_prompt_gives_what_vllm_alone_answers(subject: Subject) -> None:
     for documents in ((2, 0), (3, 1, 0)):
-
-        def is_blended(documents: tuple[int, ...] = documents) -> bool:
-            ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
-            answers = subject.run([ask])
-            subject.oracle.check([ask], answers)
-            return answers[ask.id].cached_tokens == whole_blocks(ask.prompt)
-
-        wait_until(is_blended, "nothing is blended")
+        ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
+        answers = subject.run([ask])
+        subject.oracle.check([ask], answers)
+        assert answers[ask.id].cached_tokens == whole_blocks(ask.prompt)
 
 
 def test_exact_and_blended_requests_share_the_engine(subject: Subject) -> None:

@@ -29,8 +29,14 @@ from kvstrata.core.errors import ConfigError, ServerUnavailable
 
 __all__ = ["serve", "vllm_command"]
 
-_CONNECTOR: Final = "KVStrataConnector"
-_CONNECTOR_MODULE: Final = "kvstrata.integration.vllm.connector"
+_CONNECTOR: Final = {
+    "kv_connector": "KVStrataConnector",
+    "kv_connector_module_path": "kvstrata.integration.vllm.connector",
+}
+_BLEND_CONNECTOR: Final = {
+    "kv_connector": "BlendConnector",
+    "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
+}
 _API_SERVER: Final = "vllm.entrypoints.launchers.api_server.entry"
 _TRANSFER_OPTION: Final = "--kv-transfer-config"
 
@@ -59,6 +65,12 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
     role: Annotated[
         Role, typer.Option(help="Whether this engine saves, loads or both.")
     ] = Role.BOTH,
+    blend: Annotated[
+        bool,
+        typer.Option(
+            "--blend", help="Requests may ask for KV of tokens that stood elsewhere before."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command and do not run it.")
     ] = False,
@@ -82,10 +94,9 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
             )
         overrides = overrides_of(config=config, tiers=tiers, socket=attach)
         _refuse_secrets(overrides)
-        warnings = _check(overrides)
+        warnings = _check(overrides, blend=blend)
         transfer = {
-            "kv_connector": _CONNECTOR,
-            "kv_connector_module_path": _CONNECTOR_MODULE,
+            **(_BLEND_CONNECTOR if blend else _CONNECTOR),
             "kv_role": role.value,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": overrides,
@@ -158,12 +169,17 @@ def _refuse_mistakes(model: str, rest: Sequence[str]) -> None:
             )
 
 
-def _check(overrides: dict[str, object]) -> list[str]:
+def _check(overrides: dict[str, object], *, blend: bool) -> list[str]:
     """Raise ConfigError for what would keep the engine from starting; return warnings."""
     from kvstrata.core.load import load_config
     from kvstrata.server import sockets
 
     settings = load_config(overrides, overrides_name=COMMAND_LINE)
+    if settings.blend_settings and not blend:
+        names = ", ".join(settings.blend_settings)
+        raise ConfigError(
+            f"{names} is set, and --blend is not", hint=f"add --blend, or drop {names}"
+        )
     if settings.socket is None:
         return check_machine(settings)
     try:

@@ -32,6 +32,11 @@ _Share = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, le=1)]
 class BlendFields(BaseModel):
     """Which prompts are blended, what is reused and what is computed anew."""
 
+    @property
+    def blend_settings(self) -> list[str]:
+        """Those that were set: a connector that does not blend refuses them."""
+        return sorted(BlendFields.model_fields.keys() & self.model_fields_set)
+
     blend: Literal["requested", "all"] = Field(
         default="requested",
         description=(

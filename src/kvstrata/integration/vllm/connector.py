@@ -23,7 +23,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvstrata.core.blend_fields import BlendFields
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated
 from kvstrata.core.load import load_config
@@ -68,7 +67,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = AttachedWorker(config, vllm_config, kv_cache_config)
 
     def _refuse_idle_settings(self) -> None:
-        idle = sorted(BlendFields.model_fields.keys() & self._config.model_fields_set)
+        idle = self._config.blend_settings
         if idle and not self._blends:
             raise ConfigError(
                 f"{', '.join(idle)} is set, and {type(self).__name__} does not blend",

@@ -1,0 +1,179 @@
+"""Time to first token of blended prompts, beside whole prefills of an engine without a connector.
+
+    python -m bench.blend_latency             # 9 rounds
+    python -m bench.blend_latency --quick     # 3
+
+Two parts, with two engines that take turns, A B B A:
+
+* ``documents``: prompts of 2050 tokens, of which 95 % are six documents that stood elsewhere before.
+* ``mix``: prompts of several lengths of which several shares are known; the blending engine decides
+  itself which of them are worth blending. None may take longer than a whole prefill.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from bench.engine_process import Engine
+from bench.vllm_hit import VOCABULARY, start_engines
+
+__all__ = ["Cell", "Pair", "cells", "prompt_of"]
+
+FULL, BLEND = "none", "kvstrata-blend"
+PROMPT_TOKENS: Final = 2050
+SHARE: Final = 0.95
+MIX: Final = tuple(itertools.product((300, 1100, 2050, 4100), (0.0, 0.3, 0.6, 0.95)))
+DOCUMENTS: Final = 6
+LEAST_SPEED: Final = 3.0
+MOST_SLOWDOWN: Final = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One prompt of each engine, of the same shape."""
+
+    tokens: int
+    share: float  # of them that was known
+    full_seconds: float
+    blend_seconds: float
+    cached_tokens: int  # of the blending engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """All pairs of one shape."""
+
+    tokens: int
+    share: float
+    full_ms: float
+    blend_ms: float
+    ratio: float  # blended / whole, median of the pairs
+    cached_tokens: int
+
+    def row(self) -> str:
+        return (
+            f"| {self.tokens} | {self.share:.0%} | {self.full_ms:.0f} | {self.blend_ms:.0f} "
+            f"| {self.ratio:.2f} | {self.cached_tokens} |"
+        )
+
+
+def cells(pairs: Iterable[Pair]) -> list[Cell]:
+    """Medians by shape, in the order of first appearance."""
+    by_shape: dict[tuple[int, float], list[Pair]] = {}
+    for pair in pairs:
+        by_shape.setdefault((pair.tokens, pair.share), []).append(pair)
+    return [
+        Cell(
+            tokens,
+            share,
+            1e3 * statistics.median(pair.full_seconds for pair in found),
+            1e3 * statistics.median(pair.blend_seconds for pair in found),
+            statistics.median(pair.blend_seconds / pair.full_seconds for pair in found),
+            round(statistics.median(pair.cached_tokens for pair in found)),
+        )
+        for (tokens, share), found in by_shape.items()
+    ]
+
+
+def prompt_of(documents: Sequence[Sequence[int]], tokens: int, rng: random.Random) -> list[int]:
+    """*documents* in any order between new tokens, the last ones a question; *tokens* in all."""
+    shuffled = rng.sample(list(documents), len(documents))
+    new = tokens - sum(map(len, shuffled))
+    question = max(1, new // 2)
+    between, rest = divmod(new - question, max(1, len(shuffled)))
+    prompt: list[int] = _new(rng, rest)
+    for document in shuffled:
+        prompt += [*_new(rng, between), *document]
+    return prompt + _new(rng, tokens - len(prompt))
+
+
+def _new(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(1, VOCABULARY) for _ in range(tokens)]
+
+
+class Bench:
+    def __init__(self, engines: dict[str, Engine], seed: int) -> None:
+        self._engines = engines
+        self._random = random.Random(seed)
+
+    def pair(self, tokens: int, share: float, number: int) -> Pair:
+        """Teach the blending engine documents of their own, then ask both."""
+        size = int(tokens * share) // DOCUMENTS
+        documents = [_new(self._random, size) for _ in range(DOCUMENTS)] if size else []
+        blend = self._engines[BLEND]
+        for document in documents:  # whole blocks of them are saved
+            blend.ask(_new(self._random, 17) + document + _new(self._random, 100))
+            blend.settle()
+        blend.reset()
+        seconds, cached = {}, 0
+        for name in (FULL, BLEND) if number % 2 else (BLEND, FULL):
+            engine = self._engines[name]
+            engine.ask(_new(self._random, 8))  # an engine in use
+            prompt = prompt_of(documents, tokens, self._random)
+            seconds[name], found = engine.ask(prompt, blend=name == BLEND)
+            cached = found if name == BLEND else cached
+            engine.settle()
+        return Pair(tokens, share, seconds[FULL], seconds[BLEND], cached)
+
+
+def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair]]:
+    options.configurations, options.lmcache = [FULL, BLEND], None
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=options.folder) as folder:
+        engines = start_engines(options, Path(folder))
+        try:
+            bench = Bench(engines, options.seed)
+            for shape in MIX[-2:]:  # warms up
+                bench.pair(*shape, 0)
+            documents = [bench.pair(PROMPT_TOKENS, SHARE, i) for i in range(options.rounds)]
+            mix = [bench.pair(*shape, i) for i in range(options.rounds) for shape in MIX]
+        finally:
+            for engine in engines.values():
+                engine.close()
+    return documents, mix
+
+
+def report(documents: Sequence[Pair], mix: Sequence[Pair]) -> Iterable[str]:
+    head = (
+        "| tokens | known | whole prefill, ms | blending, ms | ratio | cached |",
+        "|---" * 6 + "|",
+    )
+    (cell,) = cells(documents)
+    yield from (*head, cell.row(), "")
+    speed = 1 / cell.ratio
+    word = "met    " if speed >= LEAST_SPEED else "NOT met"
+    yield f"{word} {speed:.2f} times as fast as a whole prefill, at least {LEAST_SPEED:g}"
+    yield from ("", *head)
+    found = cells(mix)
+    yield from (cell.row() for cell in found)
+    worst = max(cell.ratio for cell in found)
+    word = "met    " if worst <= MOST_SLOWDOWN else "NOT met"
+    yield f"\n{word} at most {worst:.2f} of a whole prefill in the mix, no more than {MOST_SLOWDOWN:g}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_const", const=3, dest="rounds")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--folder", help="for models and caches; default: the temporary directory")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    documents, mix = measure(options)
+    print("\n".join(report(documents, mix)))
+    blended = all(pair.cached_tokens > 0 for pair in documents)
+    if not blended:
+        print("error: a prompt of known documents was not blended", file=sys.stderr)
+    return 0 if blended else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A trained model, asked in vLLM for what one document says in the light of others."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from bench.blend.checkpoint import SHIPPED
+from bench.blend.task import BOS, DOCUMENT_TOKENS, FILLER, Kind, Prompts, make_prompts
+from tests.vllm.engine import Ask, Engine
+
+pytestmark = pytest.mark.vllm
+
+DOCUMENTS = 6
+PROMPTS = 256
+BLOCK_TOKENS = 32  # the least that vLLM's attention on a CPU takes
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("answers")
+    transfer = {
+        "kv_connector": "BlendConnector",
+        "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
+        "kv_role": "kv_both",
+        "engine_id": f"{folder.name}-{random.SystemRandom().randrange(1 << 30)}",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "tiers": "host:512MiB",
+            "tokens_per_block": BLOCK_TOKENS,
+            "recompute": "never",
+            "blend_chunk_size": 16,
+            "blend_min_saved_tokens": 0,
+            "blend_min_saved_share": 0,
+            "blend_audit_share": 0,
+            "lookup_timeout_seconds": 30,
+            "load_timeout_seconds": 30,
+            "save_timeout_seconds": 30,
+        },
+    }
+    settings = {"block_size": BLOCK_TOKENS, "max_model_len": 512, "num_gpu_blocks_override": 200}
+    with Engine(SHIPPED, folder / "log", transfer, settings) as started:
+        yield started
+
+
+def questions() -> Prompts:
+    """Prompts of one question each, whose answer hangs on several documents."""
+    drawn = make_prompts(np.random.default_rng(7), 3 * PROMPTS, DOCUMENTS, questions=1)
+    chosen = np.flatnonzero(drawn.kinds[:, 0] == Kind.CROSS)[:PROMPTS]
+    assert len(chosen) == PROMPTS
+    return Prompts(*(each[chosen] for each in drawn))
+
+
+def teach(engine: Engine, drawn: Prompts) -> None:
+    """Each document alone, and what fills its last block."""
+    asks = []
+    for number, prompt in enumerate(drawn.tokens.tolist()):
+        for document in range(DOCUMENTS):
+            start = 1 + document * DOCUMENT_TOKENS
+            tokens = [BOS, *prompt[start : start + DOCUMENT_TOKENS], *[FILLER] * BLOCK_TOKENS]
+            asks.append(Ask(f"teach-{number}-{document}", tuple(tokens), 1))
+    engine.run(asks)
+    engine.reset_prefix_cache()
+
+
+def accuracy(engine: Engine, drawn: Prompts, blend: object, name: str) -> float:
+    asks = [
+        Ask(f"{name}-{i}", tuple(prompt), 1, transfer={"blend": blend})
+        for i, prompt in enumerate(drawn.tokens.tolist())
+    ]
+    answers = engine.run(asks)
+    if blend:
+        whole = (drawn.tokens.shape[1] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert {answers[ask.id].cached_tokens for ask in asks} == {whole}
+    said = [answers[ask.id].tokens[0] for ask in asks]
+    return float(np.mean(np.array(said) == drawn.targets[:, -1]))
+
+
+def test_one_question_across_documents_is_answered_as_after_a_whole_prefill(engine: Engine) -> None:
+    drawn = questions()
+    teach(engine, drawn)
+    nothing = accuracy(engine, drawn, {"ratio": 0.0}, "nothing")
+    blended = accuracy(engine, drawn, {"ratio": 0.15}, "blended")
+    full = accuracy(engine, drawn, False, "full")  # what it computes others find from now on
+    print(f"nothing {nothing:.3f}, 15 % {blended:.3f}, full {full:.3f}")  # noqa: T201 - for -rP
+    assert full >= 0.98
+    assert blended >= 0.97
+    assert nothing <= 0.3
