@@ -63,8 +63,9 @@ def main() -> None:
     parser.add_argument("--question", default="Summarise the documents.")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--random", type=int, default=0, help="so many made-up documents")
+    parser.add_argument("--seed", type=int, default=0, help="of these")
     options = parser.parse_args()
-    rng = random.Random(options.random)
+    rng = random.Random(options.seed)
     if options.random:
         documents = [[rng.randrange(1, 1000) for _ in range(400)] for _ in range(options.random)]
         question = [rng.randrange(1, 1000) for _ in range(30)]

