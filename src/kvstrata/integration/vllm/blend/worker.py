@@ -123,7 +123,9 @@ class BlendWorker:
             if job.can_begin:
                 self._begin_stage(job, mapping)
         self._agree()
-        for job in self._jobs:
+        # All write what is behind their last device block into the same one: a step that was split
+        # goes on before another request uses it.
+        for job in sorted(self._jobs, key=lambda job: job.scores is None):
             while budget_tokens > 0 and not job.failed and job.step is not None:
                 budget_tokens -= self._run(job, budget_tokens)
         over = [job for job in self._jobs if job.is_over]
