@@ -93,6 +93,15 @@ def test_an_engine_that_does_nothing_asks_for_nothing(
         assert meter.take() is None
 
 
+def test_a_step_that_asked_nothing_of_the_server_needs_no_other_to_tell_of_it(path: Path) -> None:
+    with serving(patient(), path), linked(path, patient()) as (link, meter):
+        told(link, meter)
+        meter.step(is_idle=False)
+        assert not meter.busy
+        link.submit(p.GetMatch(0, ALICE, key(1), "r"))
+        assert meter.busy
+
+
 def test_a_busy_engine_asks_once_a_period(path: Path) -> None:
     with serving(patient(), path), linked(path, patient()) as (link, meter):
         told(link, meter)

@@ -141,6 +141,7 @@ def test_load_of_the_old_server_never_passes_for_one_of_the_new(
         eventually(lambda: link._redial._welcomed is not None, "the line is not made anew")
         monkeypatch.setattr(bench.manager, "server_id", b"another".ljust(len(old), b"."))
         link._redial._welcomed.client.welcome.reply.server_id = bench.manager.server_id  # type: ignore[union-attr]  # it is there
+        link._next_look = 0.0  # the plan looks
 
     def noted(output: SchedulerOutput) -> Any:
         plans.append(planned(output))

@@ -120,6 +120,11 @@ class ManagerClient(OperatorRequests):
         self._take_frames()
         return True
 
+    @property
+    def expects_more(self) -> bool:
+        """Whether anything that was asked is unanswered, unsettled or unsent."""
+        return bool(self._pending or self._promoting or self._outbox)
+
     def abandon(self, pending: Pending) -> None:
         """Nobody waits for *pending* any more; a task that it makes is cancelled when it is known."""
         for seq, other in self._pending.items():

@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 _NO_SERVER: Final = b""
 # An engine's later namespaces have random names: nobody asks for them again.
 _OWED_RESETS: Final = 64
+_LOOK_SECONDS: Final = 0.05  # until a hang-up is noticed where nothing is asked
 _WORKERS_SECONDS: Final = 1.0  # they look every 50 ms; without them the engine starts all the same
 _WORKERS_POLL_SECONDS: Final = 0.01
 
@@ -32,18 +33,21 @@ class CacheLink:
 
     No method waits, but ``poll`` as long as it is told. ``number`` grows with each connection:
     what was asked of an earlier one is void. Only ``tick`` takes up another connection, which was
-    made meanwhile: ``number`` and ``server_id`` change nowhere else.
+    made meanwhile: ``number`` and ``server_id`` change nowhere else. ``sent`` counts what was asked
+    of all of them.
     """
 
     def __init__(
         self, config: Config, path: Path, hello: p.Hello, server: EmbeddedServer | None
     ) -> None:
         self.number = 0
+        self.sent = 0
         self.server_id = _NO_SERVER
         self._world_size = hello.world_size
         self._redial = Redial(config, path, hello, server)
         self._client: ManagerClient | None = None
         self._welcomed = False
+        self._next_look = 0.0  # monotonic seconds
         self._probe: Pending | None = None  # outstanding while the server is too slow
         self._first_namespace: NamespaceId | None = None  # of which there may be old blocks
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
@@ -94,6 +98,14 @@ class CacheLink:
             self._client.close()
         self._begin(dialled.client, dialled.running)
 
+    def glance(self) -> None:
+        """``tick``, but a few times a second only while nothing can have arrived but a hang-up."""
+        expects_more = self._client is not None and self._client.expects_more
+        now = time.monotonic()
+        if expects_more or self._followed is not None or now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self.tick()
+
     def poll(self, timeout_seconds: float) -> None:
         """Take in what has arrived, waiting for it up to *timeout_seconds*."""
         if self._client is None:
@@ -109,6 +121,7 @@ class CacheLink:
         """Send *request* if there is a server, and it is not too long to be sent."""
         if self._client is None or not self._welcomed:
             return None
+        self.sent += 1
         try:
             return self._client.submit(request)
         except LimitExceeded as e:

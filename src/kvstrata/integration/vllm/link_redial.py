@@ -93,6 +93,8 @@ class Redial:
 
     def take(self) -> Dialled | None:
         """The next line, if there is one: it is in use from now on."""
+        if self._welcomed is None:
+            return None
         with self._lock:
             taken, self._welcomed = self._welcomed, None
             if taken is not None:

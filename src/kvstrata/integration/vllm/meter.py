@@ -31,7 +31,7 @@ class Meter:
         self._pending: Pending | None = None
         self._connection = 0
         self._next = 0.0
-        self._has_news = False
+        self._sent = 0  # by the link, when it was last asked for a report
         self._server_id = ""
         self._before: dict[_Key, float | Spread] = {}
         self._found = KVStrataStats()
@@ -39,7 +39,6 @@ class Meter:
 
     def step(self, *, is_idle: bool) -> None:
         """A step of the engine; in an idle one nothing is computed, loaded or saved."""
-        self._has_news = self._has_news or not is_idle
         if self._connected is not self._link.ready:
             self._connected = self._link.ready
             self._found.set_gauge(metrics.CONNECTED, (self._server,), int(self._connected))
@@ -48,8 +47,9 @@ class Meter:
         self._take_answer()
         now = time.monotonic()
         if self._pending is None and (now >= self._next or (is_idle and self._has_news)):
-            self._next, self._has_news = now + _PERIOD_SECONDS, not is_idle
+            self._next = now + _PERIOD_SECONDS
             self._pending, self._connection = self._link.submit(p.Stats(0)), self._link.number
+            self._sent = self._link.sent
 
     @property
     def busy(self) -> bool:
@@ -59,6 +59,11 @@ class Meter:
         if self._pending is None:
             return self._has_news
         return time.monotonic() - self._pending.sent_at < self._patience_seconds
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether anything was asked of the server that it may have counted."""
+        return self._link.sent != self._sent
 
     def take(self) -> KVStrataStats | None:
         """What is new since the last call, for ``get_kv_connector_stats``."""

@@ -44,10 +44,11 @@ class PrefillRate:
 
     def news(self) -> float | None:
         """The rate, if it has changed so that the server should know."""
-        rate, now = self.tokens_per_second, time.monotonic()
-        if rate is None or now - self._told_at < _PAUSE_SECONDS:
+        rate = self.tokens_per_second
+        if rate is None or (self._told is not None and abs(rate - self._told) < _NEWS * self._told):
             return None
-        if self._told is not None and abs(rate - self._told) < _NEWS * self._told:
+        now = time.monotonic()
+        if now - self._told_at < _PAUSE_SECONDS:
             return None
         self._told, self._told_at = rate, now
         return rate

@@ -112,6 +112,8 @@ class Saves:
 
     def take_plans(self) -> list[Save]:
         """Copies for the workers to do in this step: of the offers that have been answered."""
+        if not self._offers and not self._running:
+            return []
         self._give_up()
         plans: list[Save] = []
         waiting = []

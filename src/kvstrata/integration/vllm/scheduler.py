@@ -20,6 +20,7 @@ from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.core.types import EXACT, NAMESPACE_ID_BYTES, BlockFormat, NamespaceId
 from kvstrata.integration.vllm.blocks import BlockIds, HeldBlocks
 from kvstrata.integration.vllm.compat import CacheHitSource
+from kvstrata.integration.vllm.due import DueRequests
 from kvstrata.integration.vllm.engine_metrics import KVStrataStats
 from kvstrata.integration.vllm.events import kv_events
 from kvstrata.integration.vllm.fingerprint import NamespaceFingerprint, namespace_id
@@ -85,6 +86,7 @@ class SchedulerHalf:
         self._base, self._parts = _kept_apart(fingerprint, identity.block_format, altered_by)
         self._namespace = self._base
         self._requests: dict[str, Tracked] = {}
+        self._due = DueRequests()
         self._admitted: list[Admitted] = []  # to the step being scheduled
         self._in_step: list[Admitted] = []  # to the last one that was
         self._rate = PrefillRate()
@@ -139,6 +141,7 @@ class SchedulerHalf:
     ) -> None:
         """``update_state_after_alloc``."""
         self._admitted.append(Admitted(request, block_ids))
+        self._due.look(request.request_id)
         self._saves.doubt(self._loads.not_found(request))
         keys = self._loads.plan(request, block_ids, external_tokens)
         if keys:
@@ -152,7 +155,7 @@ class SchedulerHalf:
         # What is planned so far names slots of this server; the next tick may bring another one.
         server_id, loads = self._link.server_id, self._loads.take_plans()
         self._in_step, self._admitted = self._admitted, []
-        self._link.tick()
+        self._link.glance()
         self._tell_rate(output, waits_for_loads=bool(loads) and self._loads.layerwise)
         if self._saves_wanted:
             self._offer_completed(output)
@@ -175,13 +178,15 @@ class SchedulerHalf:
         if take_back(self._in_step, device_blocks, self._math.groups[0].device_tokens):
             self._pool.evict_blocks({block.block_id for block in self._pool.blocks})
             self._saves.withdraw_offers()
-            for tracked in self._requests.values():
+            for request_id, tracked in self._requests.items():
                 if tracked.offered_blocks != sys.maxsize:
                     tracked.offered_blocks = 0
+                    self._due.look(request_id)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
         tracked = self._requests.pop(request.request_id, None)
+        self._due.forget(request.request_id)
         # vLLM counts tokens as computed that a running load has yet to bring.
         loading = self._loads.is_loading(request.request_id)
         if tracked is not None and self._saves_wanted and not loading:
@@ -242,21 +247,26 @@ class SchedulerHalf:
             self._link.submit(p.Measured(tokens_per_second / self._math.tokens))
 
     def _offer_completed(self, output: SchedulerOutput) -> None:
-        state, tokens = output.kv_connector_block_state, self._math.tokens
-        if state is None:
-            return
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        state, scheduled = output.kv_connector_block_state, output.num_scheduled_tokens
+        for request_id in self._due.take(max(scheduled.values(), default=0)):
             tracked = self._requests.get(request_id)
-            if tracked is None:
+            if tracked is None or tracked.offered_blocks == sys.maxsize:
                 continue
-            request = tracked.request
-            computed = request.num_computed_tokens + scheduled
-            if computed < (tracked.offered_blocks + 1) * tokens:
-                continue  # as in nearly every step that decodes
-            # After this step's forward this many tokens have KV; those not known yet are
-            # placeholders or drafts, and num_tokens leaves them out.
-            computed = min(computed, request.num_tokens)
-            self._offer(tracked, computed, partial(_block_ids, state, request_id))
+            tokens = 0 if state is None else scheduled.get(request_id, 0)
+            missing = self._missing_tokens(tracked, tokens)
+            if tokens and missing <= 0:
+                # After this step's forward this many tokens have KV; those not known yet are
+                # placeholders or drafts, and num_tokens leaves them out.
+                request = tracked.request
+                computed = min(request.num_computed_tokens + tokens, request.num_tokens)
+                self._offer(tracked, computed, partial(_block_ids, state, request_id))
+                missing = self._missing_tokens(tracked, tokens)
+            self._due.look(request_id, max(missing, 1))
+
+    def _missing_tokens(self, tracked: Tracked, tokens: int) -> int:
+        """How many the next block that can be offered lacks after *tokens* more."""
+        computed: int = tracked.request.num_computed_tokens
+        return (tracked.offered_blocks + 1) * self._math.tokens - computed - tokens
 
     def _offer(
         self, tracked: Tracked, computed_tokens: int, block_ids: Callable[[], BlockIds]
