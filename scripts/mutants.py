@@ -46,13 +46,13 @@ MUTANTS = (
     Mutant(
         "frontier: placeholders count as tokens",
         "scheduler.py",
-        "            computed = min(computed, request.num_tokens)\n",
-        "",
+        "computed = min(request.num_computed_tokens + tokens, request.num_tokens)",
+        "computed = request.num_computed_tokens + tokens",
     ),
     Mutant(
         "frontier: drafts count as confirmed",
         "scheduler.py",
-        "computed = min(computed, request.num_tokens)",
+        "computed = min(request.num_computed_tokens + tokens, request.num_tokens)",
         "computed = request.num_tokens_with_spec",
     ),
     Mutant(

@@ -9,6 +9,7 @@ import torch
 from bench.blend.model import Llama
 
 from kvstrata.blend.plan import BlendPlan, Positions
+from kvstrata.blend.rules import scored_layers
 from kvstrata.blend.selection import (
     Recompute,
     Rule,
@@ -28,9 +29,12 @@ class BlendedPrompts:
     position, and zeros where nothing was put yet. Running a token writes its row.
     """
 
-    def __init__(self, model: Llama, tokens: torch.Tensor) -> None:
-        """*tokens*: int64 (prompts, tokens)."""
+    def __init__(
+        self, model: Llama, tokens: torch.Tensor, scored: Sequence[int] | None = None
+    ) -> None:
+        """*tokens*: int64 (prompts, tokens); *scored*: layers, by default those of the product."""
         shape = model.shape
+        self._scored = tuple(scored or scored_layers(shape.layers))
         self.tokens = tokens
         self.keys = torch.zeros(shape.layers, *tokens.shape, shape.heads, shape.head_dim)
         self.values = torch.zeros_like(self.keys)
@@ -56,7 +60,7 @@ class BlendedPrompts:
             case ScoreAttention():
                 probes = [step.probes for step in steps if isinstance(step, ScoreAttention)]
                 asking = torch.from_numpy(np.stack(probes))
-                _, scores = self._forward(positions, self._model.shape.layers, asking)
+                _, scores = self._forward(positions, self._scored[-1] + 1, asking)
             case ScoreDeviation(layer=layer):
                 before = self.keys[layer].clone(), self.values[layer].clone()
                 self._forward(positions, layer + 1)
@@ -72,7 +76,7 @@ class BlendedPrompts:
         """State behind the first *layers* of *positions*, and the most attention paid by *probes*.
 
         Both arguments are int64 (prompts, some); the state is (prompts, positions, hidden), the
-        attention (prompts, tokens).
+        attention in the scored layers (prompts, tokens).
         """
         body = self._model.model
         every = torch.arange(self.tokens.shape[1])
@@ -83,14 +87,15 @@ class BlendedPrompts:
             asks = (positions.unsqueeze(-1) == probes.unsqueeze(1)).any(-1)[:, None, :, None]
         state = body.embed_tokens(self.tokens[self._rows, positions])
         rope = self._model.rope[positions]
-        for layer, keys, values in zip(body.layers[:layers], self.keys, self.values, strict=False):
+        for number, layer in enumerate(body.layers[:layers]):
+            keys, values = self.keys[number], self.values[number]
             queries, fresh_keys, fresh_values = layer.projected(state, rope)
             keys[self._rows, positions] = fresh_keys
             values[self._rows, positions] = fresh_values
             scale = 1 / math.sqrt(keys.shape[-1])
             weights = torch.einsum("pqhd,pthd->phqt", queries * scale, keys)
             weights = weights.masked_fill_(behind, -math.inf).softmax(-1)
-            if asks is not None:
+            if asks is not None and number in self._scored:
                 most = torch.maximum(most, (weights * asks).amax((1, 2)))
             attended = torch.einsum("phqt,pthd->pqhd", weights, values)
             state = layer.finished(state, attended)

@@ -142,6 +142,7 @@ def test_the_defaults_are_these() -> None:
         "blend_salts": (),
         "blend_chunk_size": 64,
         "blend_rule": "two_round_query",
+        "blend_scored_layers": (),
         "recompute_ratio": 0.15,
         "recompute_boundary": 2,
         "blend_min_saved_tokens": 1024,
@@ -168,6 +169,12 @@ def test_keys_stay_where_their_tokens_are() -> None:
     assert Config.model_validate({"position_correction": "true"}).position_correction
     with pytest.raises(ValidationError, match="keys that are not moved"):
         Config.model_validate({"position_correction": False})
+
+
+@pytest.mark.parametrize("layers", [[2, 1], [1, 1], [-1]])
+def test_scored_layers_are_named_once_in_order(layers: list[int]) -> None:
+    with pytest.raises(ValidationError, match="blend_scored_layers is"):
+        Config.model_validate({"blend_scored_layers": layers})
 
 
 def test_every_setting_is_described() -> None:

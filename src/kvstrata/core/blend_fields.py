@@ -25,6 +25,15 @@ def _ratio(value: object) -> object:
     return RECOMPUTE_RATIOS.get(value, value) if isinstance(value, str) else refuse_bool(value)
 
 
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if list(layers) == sorted({layer for layer in layers if layer >= 0}):
+        return layers
+    raise ConfigError(
+        f"blend_scored_layers is {list(layers)}",
+        hint="name each layer once, in ascending order from 0",
+    )
+
+
 _Number = Annotated[int, BeforeValidator(refuse_bool)]
 _Share = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, le=1)]
 
@@ -65,6 +74,15 @@ class BlendFields(BaseModel):
         default="two_round_query",
         description="How the reused tokens that are computed anew are chosen (docs/blending.md).",
         examples=["two_round_query"],
+    )
+    blend_scored_layers: Annotated[tuple[_Number, ...], AfterValidator(_ascending)] = Field(
+        default=(),
+        description=(
+            "Attention layers, from 0, whose attention says which tokens are computed anew; `hkvd` "
+            "compares keys and values in the last of them. By default two of the first quarter. What is "
+            "run to choose is run up to the last one (docs/blending.md)."
+        ),
+        examples=["[3, 6]"],
     )
     recompute_ratio: Annotated[float, BeforeValidator(_ratio)] = Field(
         default=RECOMPUTE_RATIOS["balanced"],

@@ -23,7 +23,7 @@ from kvstrata.integration.vllm.blend.model import calling_model
 from kvstrata.integration.vllm.blend.nested import NestedForward
 from kvstrata.integration.vllm.blend.pages import TokenPages, learn_page_map
 from kvstrata.integration.vllm.blend.ropes import check_ropes, correctors
-from kvstrata.integration.vllm.blend.rules import rule_of, scored_layers
+from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.scorer import StepRunner
 from kvstrata.integration.vllm.blend.supported import refuse_engine
@@ -139,7 +139,7 @@ class BlendConnector(KVStrataConnector):
             nested,
             list(layers.values()),
             list(attention.values()),
-            scored_layers(len(layers)),
+            layers_to_score(self._config, len(layers)),
             ranks,
         )
         return BlendWorker(

@@ -47,15 +47,15 @@ class TokenPages:
 
     def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, (pages * tokens, heads, head size), of *pages*, uint8 (pages, page bytes)."""
-        elements = pages.view(self._attention.kv_cache.dtype)
-        return (
-            elements.index_select(1, self._keys).view(self._shape),
-            elements.index_select(1, self._values).view(self._shape),
-        )
+        return self._elements(pages, self._keys), self._elements(pages, self._values)
 
     def read_blocks(self, device_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the engine's own *device_blocks*, (blocks * tokens, heads, head size)."""
         return self.read(self._pages.index_select(0, device_blocks))
+
+    def read_keys(self, device_blocks: torch.Tensor) -> torch.Tensor:
+        """``read_blocks`` of K alone."""
+        return self._elements(self._pages.index_select(0, device_blocks), self._keys)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Both (tokens, heads, head size), of the cache's dtype; *slots* int64 (tokens,)."""
@@ -63,6 +63,10 @@ class TokenPages:
         attention.impl.do_kv_cache_update(
             attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots
         )
+
+    def _elements(self, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        elements = pages.view(self._attention.kv_cache.dtype)
+        return elements.index_select(1, places).view(self._shape)
 
 
 def learn_page_map(
@@ -74,9 +78,15 @@ def learn_page_map(
         pages: uint8 (device blocks, page bytes), the memory of that cache.
 
     Raises:
-        ConfigError: The backend does more than move elements, as with quantised KV.
+        ConfigError: The backend does more than move elements, as with quantised KV, or moves them
+            within its attention, before which nobody could stop.
     """
     layer: Any = attention
+    if layer.attn_backend.forward_includes_kv_cache_update:
+        raise ConfigError(
+            f"{layer.attn_backend.__name__} writes KV as a part of its attention",
+            hint="choose another --attention-backend, or set kv_connector to KVStrataConnector",
+        )
     cache = layer.kv_cache
     shape = (block_size, layer.num_kv_heads, layer.head_size)
     count = prod(shape)

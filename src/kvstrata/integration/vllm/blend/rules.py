@@ -7,22 +7,31 @@ from kvstrata.blend.rules import (
     QueryRule,
     RandomRule,
     TwoRoundQueryRule,
+    scored_layers,
 )
 from kvstrata.blend.selection import Rule
 from kvstrata.core.config import Config
+from kvstrata.core.errors import ConfigError
 
-__all__ = ["rule_of", "scored_layers"]
+__all__ = ["layers_to_score", "rule_of"]
 
 _SEED = 0  # the same on all ranks, and in every run
 
 
-def scored_layers(layers: int) -> tuple[int, ...]:
-    """The layers whose attention is scored: two, early enough that the rest is spared."""
-    return tuple(sorted({layers // 4, layers // 2}))
+def layers_to_score(config: Config, layers: int) -> tuple[int, ...]:
+    """Those that the configuration names; raises ``ConfigError`` if there are not so many."""
+    wanted = config.blend_scored_layers
+    if wanted and wanted[-1] >= layers:
+        raise ConfigError(
+            f"blend_scored_layers is {list(wanted)}, and the model has {layers} attention layers",
+            hint=f"name layers from 0 to {layers - 1}",
+        )
+    return wanted or scored_layers(layers)
 
 
 def rule_of(config: Config, ratio: float, layers: int) -> Rule:
-    scored_share = (scored_layers(layers)[-1] + 1) / layers
+    last = layers_to_score(config, layers)[-1]
+    scored_share = (last + 1) / layers
     match config.blend_rule:
         case "boundary":
             tokens = config.recompute_boundary
@@ -32,7 +41,7 @@ def rule_of(config: Config, ratio: float, layers: int) -> Rule:
         case "random":
             return RandomRule(ratio, seed=_SEED)
         case "hkvd":
-            return HkvdRule(ratio, layer=scored_layers(layers)[0], layers=layers)
+            return HkvdRule(ratio, layer=last, layers=layers)
         case "query":
             return QueryRule(ratio, scored_share=scored_share)
         case "two_round_query":

@@ -19,7 +19,7 @@ from kvstrata.blend.source_index import SourceIndex
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta, BlendRequestMeta
-from kvstrata.integration.vllm.blend.rules import rule_of
+from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.taint import TaintChain
 from kvstrata.integration.vllm.blend.wishes import Wish, can_be_reused, wish_of
 from kvstrata.integration.vllm.blocks import BlockIds
@@ -84,6 +84,7 @@ class BlendScheduler(SchedulerHalf):
         (group,) = self._math.groups
         self._device_tokens = group.device_tokens
         self._layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+        layers_to_score(config, self._layers)  # or says which there are
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._economy = Economy(
             min_saved_tokens=config.blend_min_saved_tokens,

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from kvstrata.blend.attention import most_attention
 from kvstrata.blend.plan import Positions
 from kvstrata.blend.selection import Recompute, ScoreAttention, ScoreDeviation, Scores, Step
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
@@ -50,7 +51,8 @@ class StepRunner:
         positions = torch.from_numpy(step.positions)
         match step:
             case Recompute():
-                self._nested.run([prompt.part(positions)])
+                with self._taps.until(len(self._layers) - 1, wanted=()):  # the state is nobody's
+                    self._nested.run([prompt.part(positions)])
                 return np.empty(0, np.float32)
             case ScoreAttention(probes=probes):
                 return self._attention_scores(prompt, positions, torch.from_numpy(probes))
@@ -85,14 +87,9 @@ class StepRunner:
     ) -> torch.Tensor:
         """What each token up to the last probe gets at most of one probe, in one head."""
         layer = self._attention[number]
-        context = int(probes[-1]) + 1
-        keys, _ = self._layers[number].read_blocks(prompt.device_blocks)
-        keys = keys[:context].float()
-        heads = (len(query), layer.num_kv_heads, -1, layer.head_size)
-        weights = torch.einsum("qhgd,khd->hgqk", query.view(heads).float(), keys)
-        later = probes[:, None] < torch.arange(context)
-        weights = (weights * layer.impl.scale).masked_fill_(later, -torch.inf)
-        return weights.softmax(-1).amax((0, 1, 2)).cpu()
+        keys = self._layers[number].read_keys(prompt.device_blocks)
+        query = query.view(len(query), -1, layer.head_size)
+        return most_attention(query, keys[: int(probes[-1]) + 1], probes, layer.impl.scale).cpu()
 
     def _deviation(self, prompt: Prompt, positions: torch.Tensor, layer: int) -> Scores:
         before = self._read(prompt, positions, layer)

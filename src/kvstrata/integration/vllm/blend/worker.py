@@ -178,12 +178,12 @@ class BlendWorker:
         rows = torch.from_numpy(targets - np.repeat(start - request.first_row, length))
         block_size = self._layers[0].tokens
         places = slots_of(torch.from_numpy(targets), prompt.device_blocks, block_size)
-        rotations = {id(c): c.rotation(sources, targets) for c in self._correctors}
+        rotations = {c: c.rotation(sources, targets) for c in set(self._correctors)}
         for number, (layer, corrector) in enumerate(
             zip(self._layers, self._correctors, strict=True)
         ):
             keys, values = layer.read(self._source.read(mapping, request.slots, number))
-            layer.write(rotations[id(corrector)].apply(keys[rows]), values[rows], places)
+            layer.write(rotations[corrector].apply(keys[rows]), values[rows], places)
 
     def _run(self, job: _Job, budget_tokens: int) -> int:
         """Take the next step of *job*, or a part of it; how many tokens were run."""
