@@ -173,7 +173,8 @@ def run(tree: Path, mutant: Mutant) -> str | None:
 
 def first_failure(tree: Path) -> str | None:
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:randomly", "-p", "no:logging"]
-    environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}:{tree}"}
+    path = f"{tree / 'src'}:{tree}"
+    environment = os.environ | {"PYTHONPATH": path, "HYPOTHESIS_PROFILE": "find"}
     try:
         done = subprocess.run(
             [*command, "--show-capture=no", *TESTS],

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # HYPOTHESIS_PROFILE chooses one. No deadlines: how long a test takes depends on its neighbours.
 settings.register_profile("default", max_examples=100, deadline=None)
 settings.register_profile("ci", max_examples=200, deadline=None, print_blob=True)
+# Whether there is a failure, without looking for its shortest form.
+_FINDING = (Phase.explicit, Phase.reuse, Phase.generate)
+settings.register_profile("find", max_examples=100, deadline=None, phases=_FINDING)
 settings.register_profile("nightly", max_examples=20_000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

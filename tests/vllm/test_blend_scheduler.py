@@ -20,6 +20,7 @@ from kvstrata.core.errors import ConfigError
 from kvstrata.core.keys import as_key_array
 from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.blend.lookups import RunLookup
+from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.supported import refuse_engine
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.server import protocol as p
@@ -40,6 +41,28 @@ def test_an_engine_that_cannot_blend_is_refused(
     config = vllm_config(folder)
     with pytest.raises(ConfigError, match=reason):
         refuse_engine(load_config({}, environ={}), config, plan(config, *groups))
+
+
+def settings_of(path: Path, **settings: Any) -> dict[str, Any]:
+    """Of an engine whose server is not there."""
+    return {"server": "attached", "socket": str(path / "nobody"), **settings}
+
+
+def test_layers_that_the_model_does_not_have_are_named(folder: Path, tmp_path: Path) -> None:
+    config = vllm_config(folder)
+    settings = load_config(settings_of(tmp_path, blend_scored_layers=[0, 2]), environ={})
+    with pytest.raises(ConfigError, match=r"\[0, 2\], and the model has 2 attention layers"):
+        BlendScheduler(settings, config, plan(config, group(full(), 2)))
+
+
+def test_a_match_ratio_is_said_to_change_nothing(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config(folder)
+    config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role="kv_both")
+    settings = load_config(settings_of(tmp_path, min_match_ratio=0.8), environ={})
+    BlendScheduler(settings, config, plan(config, group(full(), 2))).close()
+    assert "min_match_ratio 0.8 changes nothing" in caplog.text
 
 
 def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None:

@@ -80,11 +80,17 @@ class BlendScheduler(SchedulerHalf):
         *,
         altered_by: str | None = None,
     ) -> None:
-        super().__init__(config, vllm_config, kv_cache_config, altered_by=altered_by)
-        (group,) = self._math.groups
-        self._device_tokens = group.device_tokens
         self._layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
         layers_to_score(config, self._layers)  # or says which there are
+        super().__init__(config, vllm_config, kv_cache_config, altered_by=altered_by)
+        if config.min_match_ratio is not None:
+            _log.warning(
+                "min_match_ratio %g changes nothing: tokens are reused where they are equal, and "
+                "computed where they are not",
+                config.min_match_ratio,
+            )
+        (group,) = self._math.groups
+        self._device_tokens = group.device_tokens
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._economy = Economy(
             min_saved_tokens=config.blend_min_saved_tokens,
