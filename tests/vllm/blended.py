@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from tests.vllm.engine import Act, Answer, Ask, Engine
 from tests.vllm.oracle import Oracle, random_prompt
 
@@ -44,6 +45,16 @@ class Subject:
     def one(self, prompt: Prompt, blend: object) -> Answer:
         ask = self.ask(prompt, blend)
         return self.run([ask])[ask.id]
+
+    def count(self, name: str, result: str | None = None) -> float:
+        """The counter ``kvstrata_blend_`` *name* of the engine, of all results or one."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.engine.exposition())
+            for sample in family.samples
+            if sample.name == f"kvstrata_blend_{name}"
+            and result in (None, sample.labels.get("result"))
+        )
 
     def exact(self, prompt: Prompt) -> Answer:
         """The answer to *prompt* without blending, which must be that of vLLM alone."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from tests.machines import is_nightly
 from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
 from tests.vllm.engine import Act, Ask, embedded_report
@@ -133,38 +132,31 @@ def test_audits_find_how_far_answers_are_and_stop_what_is_too_far(
 ) -> None:
     extra = {"blend_audit_share": 1, "blend_audit_limit": 1e-3, "blend_salts": ["tenant"]}
     with blending(tiny_llama, oracle, tmp_path, extra=extra) as subject:
-
-        def count(name: str, result: str | None = None) -> float:
-            return sum(
-                sample.value
-                for family in text_string_to_metric_families(subject.engine.exposition())
-                for sample in family.samples
-                if sample.name == f"kvstrata_blend_{name}"
-                and result in (None, sample.labels.get("result"))
-            )
-
         for documents in ((2, 0), (3, 1)):
             ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
             oracle.check([ask], subject.run([ask]))
-        assert (count("audits_total", "same"), count("audits_total", "other")) == (2, 0)
-        assert count("audit_divergence_total") < 1e-6
+        assert (subject.count("audits_total", "same"), subject.count("audits_total", "other")) == (
+            2,
+            0,
+        )
+        assert subject.count("audit_divergence_total") < 1e-6
         for number in range(6):  # eight audits are enough
             prompt = subject.prompt(number % 4, (number + 1) % 4)
             assert subject.one(prompt, {"ratio": 0.0}).cached_tokens == whole_blocks(prompt)
-        assert count("audit_divergence_total") > 1e-2
-        assert count("requests_total", "blended") == 8
-        assert count("switched_off") == 1
+        assert subject.count("audit_divergence_total") > 1e-2
+        assert subject.count("requests_total", "blended") == 8
+        assert subject.count("switched_off") == 1
 
         ask = subject.ask(subject.prompt(2, 3), {"ratio": 0.0})
         oracle.check([ask], subject.run([ask]))
-        assert count("requests_total", "switched_off") == 1
+        assert subject.count("requests_total", "switched_off") == 1
 
         subject.engine.reset_prefix_cache(connector=True)
         for document in subject.documents:
             salted = Ask(f"of-{len(document)}", document, 4, salt="tenant")
             subject.run([salted])
         subject.engine.reset_prefix_cache()
-        assert count("switched_off") == 0
+        assert subject.count("switched_off") == 0
         prompt = subject.prompt(1, 2)
         salted = Ask("salted", prompt, 4, salt="tenant")
         assert subject.run([salted])["salted"].cached_tokens == whole_blocks(prompt)

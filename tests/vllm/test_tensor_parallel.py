@@ -32,7 +32,8 @@ def subject(
     # Without it vLLM wants a NUMA node for each worker.
     bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("tensor-parallel")
-    with blending(tiny_llama, oracle, folder, SETTINGS, bind) as made:
+    audited = {"blend_audit_share": 1}
+    with blending(tiny_llama, oracle, folder, SETTINGS, bind, audited) as made:
         yield made
 
 
@@ -59,11 +60,14 @@ def test_preempted_and_aborted_requests_leave_right_answers(subject: Subject) ->
 
 
 def test_blending_all_of_a_prompt_gives_what_vllm_alone_answers(subject: Subject) -> None:
+    audits, divergence = subject.count("audits_total"), subject.count("audit_divergence_total")
     for documents in ((2, 0), (3, 1, 0)):
         ask = subject.ask(subject.prompt(*documents), {"ratio": 1.0})
         answers = subject.run([ask])
         subject.oracle.check([ask], answers)
         assert answers[ask.id].cached_tokens == whole_blocks(ask.prompt)
+    assert subject.count("audits_total") == audits + 2
+    assert subject.count("audit_divergence_total") < divergence + 1e-6
 
 
 def test_exact_and_blended_requests_share_the_engine(subject: Subject) -> None:
