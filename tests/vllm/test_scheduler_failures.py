@@ -32,6 +32,28 @@ def test_failed_loads_are_computed_instead(bench: Bench, monkeypatch: pytest.Mon
     assert engine.serve("d", prompt(1, 60), 2) == 56
 
 
+def test_a_load_that_failed_is_not_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the server still has the blocks, as it may from disk or another node."""
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    copier: Any = engine.runner.half._copiers[0]
+    real, tried = copier.copy_to_device, list[Any]()
+
+    def broken(device_blocks: Any, rows: Any) -> None:
+        tried.append(device_blocks)
+        if len(tried) <= 3:
+            raise OSError("no")
+        real(device_blocks, rows)
+
+    monkeypatch.setattr(bench.manager, "fail", bench.manager.complete)
+    monkeypatch.setattr(copier, "copy_to_device", broken)
+    engine.serve("b", prompt(1, 60), 2)
+    assert len(tried) == 1
+
+
 def test_abort_within_a_load_saves_nothing_of_what_has_not_arrived(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
