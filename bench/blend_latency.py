@@ -1,6 +1,6 @@
 """Time to first token of blended prompts, beside whole prefills of an engine without a connector.
 
-    python -m bench.blend_latency             # 9 rounds
+    python -m bench.blend_latency             # 9 rounds, 5 of the mix
     python -m bench.blend_latency --quick     # 3
 
 Two parts, with two engines that take turns, A B B A:
@@ -109,10 +109,11 @@ class Bench:
         size = int(tokens * share) // DOCUMENTS
         documents = [_new(self._random, size) for _ in range(DOCUMENTS)] if size else []
         blend = self._engines[BLEND]
-        for document in documents:  # whole blocks of them are saved
-            blend.ask(_new(self._random, 17) + document + _new(self._random, 100))
+        if documents:  # whole blocks of them are saved
+            before, behind = _new(self._random, 17), _new(self._random, 100)
+            blend.batch([before + document + behind for document in documents], 1)
             blend.settle()
-        blend.reset()
+            blend.reset()
         seconds, cached = {}, 0
         for name in (FULL, BLEND) if number % 2 else (BLEND, FULL):
             engine = self._engines[name]
@@ -133,7 +134,7 @@ def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair]]:
             for shape in MIX[-2:]:  # warms up
                 bench.pair(*shape, 0)
             documents = [bench.pair(PROMPT_TOKENS, SHARE, i) for i in range(options.rounds)]
-            mix = [bench.pair(*shape, i) for i in range(options.rounds) for shape in MIX]
+            mix = [bench.pair(*shape, i) for i in range(options.rounds // 2 + 1) for shape in MIX]
         finally:
             for engine in engines.values():
                 engine.close()

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,7 +127,10 @@ def _kill_in_the_middle(engine: Engine, rng: random.Random) -> None:
 
 def _shared_memory(pid: int) -> list[str]:
     """Names in /dev/shm that process *pid* uses."""
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it opens and closes files meanwhile
+            links.append(os.readlink(link))
     mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [text for text in [*links, *mapped] if "/dev/shm" in text]
 
