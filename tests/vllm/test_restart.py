@@ -5,6 +5,7 @@ import random
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -140,12 +141,13 @@ def test_all_that_was_on_disk_is_hit_again(story: Story, oracle: Oracle) -> None
         each.reusable for each in story.again
     ]
     oracle.check([e.ask for e in story.again], {e.ask.id: e.answer for e in story.again})
-    by_source = {
-        tier: story.counters.get(f"vllm:prompt_tokens_cached_by_source{{{tier}}}", 0)
-        for tier in ("host", "disk")
-    }
-    assert by_source["disk"] > 0
-    assert sum(by_source.values()) == sum(each.reusable for each in story.again)
+    if find_spec("vllm.v1.metrics.cache_hit_source"):  # before 0.32 vLLM counts no sources
+        by_source = {
+            tier: story.counters.get(f"vllm:prompt_tokens_cached_by_source{{{tier}}}", 0)
+            for tier in ("host", "disk")
+        }
+        assert by_source["disk"] > 0
+        assert sum(by_source.values()) == sum(each.reusable for each in story.again)
     assert story.report.counters["kvstrata_corrupt_blocks_total"] == 0
 
 
