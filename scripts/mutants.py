@@ -62,6 +62,18 @@ MUTANTS = (
         "self._saves_wanted:",
     ),
     Mutant(
+        "frontier: who is let in is not looked at",
+        "scheduler.py",
+        "            self._due.look(request.request_id)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "frontier: who is looked at is not again",
+        "scheduler.py",
+        "            self._due.look(request_id, max(missing, 1))\n",
+        "",
+    ),
+    Mutant(
         "lease: kept when its request is aborted",
         "loads.py",
         "        self._drop(request_id)\n        self._awaits.finished",

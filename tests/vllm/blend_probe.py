@@ -51,6 +51,7 @@ class Ground:
             for (name, layer), page in zip(self.attention.items(), self.pages, strict=True)
         }
         self.correctors = correctors(model, self.attention)
+        self.taps = QueryTaps(list(self.attention.values()))
 
     def tokens(self, count: int) -> torch.Tensor:
         return torch.randint(self.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
@@ -136,6 +137,7 @@ def _verdict(ground: Ground, found: list[PositionCorrector]) -> str:
             ground.nested,
             ground.layers,
             found,
+            ground.taps,
             vocabulary=ground.vocabulary,
             positions=ground.positions,
         )
@@ -148,7 +150,7 @@ def taps_stop_behind_a_layer(ground: Ground) -> dict[str, Any]:
     """Which layers have new KV after a forward that was stopped, and what was seen of it."""
     count = ground.block_size
     blocks, positions = torch.tensor([5], dtype=torch.int32), torch.arange(count)
-    taps = QueryTaps(list(ground.attention.values()))
+    taps = ground.taps
     ground.nested.run([Part(torch.zeros(count), positions, blocks)])
     before = ground.read(blocks, count)
     with taps.until(1, wanted=[0, 1]) as queries:

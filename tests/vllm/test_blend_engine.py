@@ -63,6 +63,20 @@ def test_a_prompt_that_is_known_whole_has_nothing_to_blend(subject: Subject) -> 
     assert answers[ask.id].cached_tokens == len(prompt)
 
 
+def test_blended_tokens_are_counted_as_of_the_host_tier(subject: Subject) -> None:
+    host, unknown = (
+        f"vllm:prompt_tokens_cached_by_source{{{tier}}}"
+        for tier in ("host", "external_unspecified")
+    )
+    subject.engine.reset_prefix_cache()
+    before = subject.engine.counters()
+    cached = subject.one(subject.prompt(1, 3), True).cached_tokens
+    after = subject.engine.counters()
+    assert cached > 0
+    assert after[host] - before.get(host, 0) == cached
+    assert after.get(unknown, 0) == before.get(unknown, 0)
+
+
 def test_kv_that_its_sender_calls_approximate_is_found_by_nobody(subject: Subject) -> None:
     prompt = subject.system + subject.text(300)
     subject.run([Ask("received", prompt, 4, transfer={"taint_from": len(subject.system)})])

@@ -97,9 +97,28 @@ def test_a_step_that_asked_nothing_of_the_server_needs_no_other_to_tell_of_it(pa
     with serving(patient(), path), linked(path, patient()) as (link, meter):
         told(link, meter)
         meter.step(is_idle=False)
-        assert not meter.busy
-        link.submit(p.GetMatch(0, ALICE, key(1), "r"))
+        needs_more = meter.busy
+        assert not needs_more
+        sent = link.sent
+        link.submit(p.Cancel([1]))  # as when a lease is given back
+        assert link.sent != sent
         assert meter.busy
+
+
+def test_a_report_of_a_busy_step_is_not_the_last(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server does of itself, as writing to disk, goes on."""
+    with serving(patient(), path), linked(path, patient()) as (link, meter):
+        told(link, meter)
+        monkeypatch.setattr(meter, "_next", 0.0)
+        meter.step(is_idle=False)
+        while meter._pending is not None:
+            link.tick()
+            meter.step(is_idle=False)
+        assert meter.busy
+        told(link, meter)
+        assert not meter.busy
 
 
 def test_a_busy_engine_asks_once_a_period(path: Path) -> None:

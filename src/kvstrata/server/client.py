@@ -76,6 +76,7 @@ class ManagerClient(OperatorRequests):
         self._inbox = bytearray()
         self._descriptors: list[int] = []
         self._next_seq = hello.seq
+        self.sent = 0  # requests so far
         self._pending: dict[int, Pending] = {}
         self._promoting: dict[int, Pending] = {}
         self._changed: list[p.Changed] = []
@@ -88,12 +89,15 @@ class ManagerClient(OperatorRequests):
         pending = Pending(time.monotonic())
         if hasattr(request, "seq"):
             request.seq = self._next_seq
-            self._next_seq += 1
+        frame = p.encode(request)
+        if hasattr(request, "seq"):
             self._pending[request.seq] = pending
+            self._next_seq += 1
+        self.sent += 1
         if isinstance(request, p.Launch | p.Cancel):
             for task_id in request.task_ids:
                 self._promoting.pop(task_id, None)  # how the promotion ends is no news any more
-        self._outbox += p.encode(request)
+        self._outbox += frame
         if len(self._outbox) > _OUTBOX_BYTES:
             raise self._lost("it has read nothing for too long")
         self._flush()

@@ -33,15 +33,13 @@ class CacheLink:
 
     No method waits, but ``poll`` as long as it is told. ``number`` grows with each connection:
     what was asked of an earlier one is void. Only ``tick`` takes up another connection, which was
-    made meanwhile: ``number`` and ``server_id`` change nowhere else. ``sent`` counts what was asked
-    of all of them.
+    made meanwhile: ``number`` and ``server_id`` change nowhere else.
     """
 
     def __init__(
         self, config: Config, path: Path, hello: p.Hello, server: EmbeddedServer | None
     ) -> None:
         self.number = 0
-        self.sent = 0
         self.server_id = _NO_SERVER
         self._world_size = hello.world_size
         self._redial = Redial(config, path, hello, server)
@@ -63,6 +61,11 @@ class CacheLink:
     def connected(self) -> bool:
         """Whether there is a server, as far as is known here."""
         return self._welcomed
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """The connection, and how many requests went out on it: another number, another request."""
+        return self.number, self._client.sent if self._client is not None else 0
 
     def connect(self, timeout_seconds: float) -> None:
         """Wait for the first connection, and a moment for the workers to map the host tier.
@@ -121,7 +124,6 @@ class CacheLink:
         """Send *request* if there is a server, and it is not too long to be sent."""
         if self._client is None or not self._welcomed:
             return None
-        self.sent += 1
         try:
             return self._client.submit(request)
         except LimitExceeded as e:

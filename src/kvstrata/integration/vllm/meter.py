@@ -31,7 +31,7 @@ class Meter:
         self._pending: Pending | None = None
         self._connection = 0
         self._next = 0.0
-        self._sent = 0  # by the link, when it was last asked for a report
+        self._sent: tuple[int, int] | None = None  # by the link, as of the last report
         self._server_id = ""
         self._before: dict[_Key, float | Spread] = {}
         self._found = KVStrataStats()
@@ -49,7 +49,8 @@ class Meter:
         if self._pending is None and (now >= self._next or (is_idle and self._has_news)):
             self._next = now + _PERIOD_SECONDS
             self._pending, self._connection = self._link.submit(p.Stats(0)), self._link.number
-            self._sent = self._link.sent
+            # What the server does of itself, as writing to disk, may go on after a busy step's report.
+            self._sent = self._link.sent if is_idle else None
 
     @property
     def busy(self) -> bool:

@@ -141,7 +141,8 @@ class SchedulerHalf:
     ) -> None:
         """``update_state_after_alloc``."""
         self._admitted.append(Admitted(request, block_ids))
-        self._due.look(request.request_id)
+        if self._saves_wanted:
+            self._due.look(request.request_id)
         self._saves.doubt(self._loads.not_found(request))
         keys = self._loads.plan(request, block_ids, external_tokens)
         if keys:
@@ -181,7 +182,8 @@ class SchedulerHalf:
             for request_id, tracked in self._requests.items():
                 if tracked.offered_blocks != sys.maxsize:
                     tracked.offered_blocks = 0
-                    self._due.look(request_id)
+                    if self._saves_wanted:
+                        self._due.look(request_id)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""

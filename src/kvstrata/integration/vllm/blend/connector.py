@@ -27,6 +27,7 @@ from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.scorer import StepRunner
 from kvstrata.integration.vllm.blend.supported import refuse_engine
+from kvstrata.integration.vllm.blend.taps import QueryTaps
 from kvstrata.integration.vllm.blend.worker import BlendWorker, Ended
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.connector import KVStrataConnector
@@ -125,12 +126,14 @@ class BlendConnector(KVStrataConnector):
             name: TokenPages(layer, page, learn_page_map(layer, page, NULL_BLOCK, group.block_size))
             for (name, layer), page in zip(attention.items(), pages, strict=True)
         }
+        taps = QueryTaps(list(attention.values()))
         check_ropes(model, self._config, next(iter(attention.values())).head_size)
         moves = correctors(model, attention)
         check_model(
             nested,
             layers,
             moves,
+            taps,
             vocabulary=self._vllm_config.model_config.get_vocab_size(),
             positions=self._vllm_config.model_config.max_model_len,
         )
@@ -139,6 +142,7 @@ class BlendConnector(KVStrataConnector):
             nested,
             list(layers.values()),
             list(attention.values()),
+            taps,
             layers_to_score(self._config, len(layers)),
             ranks,
         )

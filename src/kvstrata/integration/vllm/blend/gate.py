@@ -3,6 +3,9 @@
 The same tokens are run at two positions. Values must be equal, and keys equal once they are moved;
 a model for which that is not so (another rope in some layers, positions that act on attention in
 other ways, a scaling that is not in the table) is refused. Needs no weights and no reference.
+
+A forward that is stopped at the last layer must have written the KV of every layer: so ends what is
+computed anew.
 """
 
 from typing import Final
@@ -14,6 +17,7 @@ from kvstrata.blend.position import GATE_LIMIT, PositionCorrector, gate_shifts, 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
+from kvstrata.integration.vllm.blend.taps import QueryTaps
 from kvstrata.integration.vllm.metadata import NULL_BLOCK
 
 __all__ = ["check_model"]
@@ -25,6 +29,7 @@ def check_model(
     nested: NestedForward,
     layers: dict[str, TokenPages],
     correctors: list[PositionCorrector],
+    taps: QueryTaps,
     *,
     vocabulary: int,
     positions: int,
@@ -33,6 +38,7 @@ def check_model(
 
     Args:
         correctors: Of each of *layers*.
+        taps: Of *layers*, too.
         vocabulary: Token ids are below it.
         positions: The model takes those below it.
     """
@@ -42,7 +48,7 @@ def check_model(
     sources = np.arange(count)
     scratch = torch.tensor([NULL_BLOCK], dtype=torch.int32)
 
-    def run(shift: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def run(shift: int, tokens: torch.Tensor = tokens) -> list[tuple[torch.Tensor, torch.Tensor]]:
         nested.run([Part(tokens, torch.from_numpy(sources), scratch, shift=shift)])
         read = (layer.read_blocks(scratch) for layer in layers.values())
         return [(keys[:count], values[:count]) for keys, values in read]
@@ -64,3 +70,18 @@ def check_model(
                         f"are {shift} positions further on: they differ by {difference:.2g}",
                         hint="set kv_connector to KVStrataConnector, which does not blend",
                     )
+
+    others = tokens.flip(0)
+    whole = run(0, others)
+    run(0)
+    with taps.until(len(layers) - 1, wanted=()):
+        nested.run([Part(others, torch.from_numpy(sources), scratch)])
+    for (name, layer), (keys, values) in zip(layers.items(), whole, strict=True):
+        found_keys, found_values = layer.read_blocks(scratch)
+        if not (
+            torch.equal(found_keys[:count], keys) and torch.equal(found_values[:count], values)
+        ):
+            raise ConfigError(
+                f"layer {name} has other KV where a forward ends at the attention of the last layer",
+                hint="set kv_connector to KVStrataConnector, which does not blend",
+            )

@@ -23,6 +23,7 @@ from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.taint import TaintChain
 from kvstrata.integration.vllm.blend.wishes import Wish, can_be_reused, wish_of
 from kvstrata.integration.vllm.blocks import BlockIds
+from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.engine_metrics import KVStrataStats
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.loads import STALE_SECONDS
@@ -108,6 +109,7 @@ class BlendScheduler(SchedulerHalf):
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
         self._planned: list[BlendRequestMeta] = []
         self._running: dict[int, _Running] = {}  # by the first of its tasks
+        self._blended_tokens: dict[str, int] = {}  # of requests that vLLM has just taken
 
     def on_new_request(self, request: Request) -> None:
         """KV that another engine sends may be approximate: it says from which token on."""
@@ -212,6 +214,14 @@ class BlendScheduler(SchedulerHalf):
         super().allocated(request, block_ids, exact)
         del self._candidates[request.request_id]
         self._begin(request, candidate, plan, block_ids, awaits_load=exact > 0)
+
+    def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
+        """Blended tokens count as those of the host tier, from which their runs are read."""
+        sources, blended = super().hit_sources(request), self._blended_tokens
+        if tokens := blended.pop(request.request_id, 0):
+            host = CacheHitSource.HOST
+            return {**sources, host: sources.get(host, 0) + tokens}
+        return sources
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         step = super().plan(output)
@@ -359,6 +369,7 @@ class BlendScheduler(SchedulerHalf):
             request.request_id, found.task_ids, self._link.number, self._world_size
         )
         self._results[request.request_id] = "blended"
+        self._blended_tokens = {request.request_id: plan.end - plan.exact_end}
         reused, spared = int(plan.runs.length.sum()), round(candidate.spared_tokens)
         self._counted.add_counter(metrics.BLEND_TOKENS, ("reused",), reused)
         self._counted.add_counter(metrics.BLEND_TOKENS, ("spared",), spared)

@@ -36,16 +36,17 @@ class StepRunner:
         nested: NestedForward,
         layers: list[TokenPages],
         attention: list[Any],
+        taps: QueryTaps,
         scored: tuple[int, ...],
         ranks: GroupCoordinator,
     ) -> None:
-        """*scored*: the numbers of the layers whose attention counts."""
+        """*taps*: of *attention*; *scored*: the numbers of the layers whose attention counts."""
         self._nested = nested
         self._layers = layers
         self._attention = attention
         self._scored = scored
         self._ranks = ranks
-        self._taps = QueryTaps(attention)
+        self._taps = taps
 
     def run(self, prompt: Prompt, step: Step) -> Scores:
         positions = torch.from_numpy(step.positions)
