@@ -69,6 +69,9 @@ def _point_at_kvstrata(config: VllmConfig, role: str) -> bool:
         kv_load_failure_policy=transfer.kv_load_failure_policy if transfer else "recompute",
         kv_connector_extra_config={
             "tiers": "host:8MiB",
+            # vLLM's tests expect a request in the first step.
+            "lookup_wait_seconds": 1,
+            "lookup_timeout_seconds": 1,
             "tokens_per_block": config.cache_config.block_size,
         },
     )

@@ -104,7 +104,7 @@ def test_tests_that_fail_only_with_kvstrata_are_told() -> None:
 
 def test_model_that_is_refused_is_no_failure() -> None:
     report = REPORT.replace(
-        "<error/>", "<error>the model has X: not supported in this version of KVStrata</error>"
+        "<error/>", "<error>kvstrata.core.errors.ConfigError: the model has X</error>"
     )
     pointed = vllm_tests.outcomes(report)
     assert pointed["broken"] == "refused"
