@@ -121,7 +121,9 @@ def gate_knows_the_model(ground: Ground) -> dict[str, Any]:
         ],
         "one layer": [*ground.correctors[:-1], _with(ground.correctors[-1], is_neox=False)],
     }
-    return {name: _verdict(ground, found) for name, found in ropes.items()}
+    verdicts = {name: _verdict(ground, found, ground.taps) for name, found in ropes.items()}
+    turned = QueryTaps(list(ground.attention.values())[::-1])
+    return verdicts | {"layers in another order": _verdict(ground, ground.correctors, turned)}
 
 
 def _with(
@@ -131,13 +133,13 @@ def _with(
     return PositionCorrector(table, rotary_dim=table.shape[1], is_neox=is_neox)
 
 
-def _verdict(ground: Ground, found: list[PositionCorrector]) -> str:
+def _verdict(ground: Ground, found: list[PositionCorrector], taps: QueryTaps) -> str:
     try:
         check_model(
             ground.nested,
             ground.layers,
             found,
-            ground.taps,
+            taps,
             vocabulary=ground.vocabulary,
             positions=ground.positions,
         )

@@ -207,8 +207,13 @@ class Loads:
         planned, self._planned = self._planned, []
         return planned
 
+    def add_source(self, request: Request, source: CacheHitSource, tokens: int) -> None:
+        """*tokens* more of *request*, beyond the load just planned, come from *source*."""
+        sources = self._sources.setdefault(request.request_id, {})
+        sources[source] = sources.get(source, 0) + tokens
+
     def take_sources(self, request_id: str) -> dict[CacheHitSource, int]:
-        """The tiers that the tokens of the load just planned come from."""
+        """The tiers that the tokens just promised to vLLM come from."""
         return self._sources.pop(request_id, {})
 
     def ended(self, done: dict[int, int], failed: set[int]) -> list[BlockKey]:

@@ -8,6 +8,7 @@ A forward that is stopped at the last layer must have written the KV of every la
 computed anew.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -48,40 +49,41 @@ def check_model(
     sources = np.arange(count)
     scratch = torch.tensor([NULL_BLOCK], dtype=torch.int32)
 
-    def run(shift: int, tokens: torch.Tensor = tokens) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def forward(tokens: torch.Tensor, shift: int = 0) -> None:
         nested.run([Part(tokens, torch.from_numpy(sources), scratch, shift=shift)])
+
+    def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
         read = (layer.read_blocks(scratch) for layer in layers.values())
         return [(keys[:count], values[:count]) for keys, values in read]
 
-    stored = run(0)
+    forward(tokens)
+    stored = written()
     for shift in gate_shifts(min(positions, *(c.positions for c in correctors)), count):
-        for name, corrector, (keys, values), (found_keys, found_values) in zip(
-            layers, correctors, stored, run(shift), strict=True
-        ):
-            moved = corrector.correct(keys, sources, sources + shift)
-            wrong = {
-                "keys": relative_difference(moved, found_keys),
-                "values": relative_difference(values, found_values),
-            }
-            for what, difference in wrong.items():
-                if difference > GATE_LIMIT:
-                    raise ConfigError(
-                        f"the {what} of layer {name} are not those of the model when its tokens "
-                        f"are {shift} positions further on: they differ by {difference:.2g}",
-                        hint="set kv_connector to KVStrataConnector, which does not blend",
-                    )
-
-    others = tokens.flip(0)
-    whole = run(0, others)
-    run(0)
+        forward(tokens, shift)
+        moved = [
+            (corrector.correct(keys, sources, sources + shift), values)
+            for corrector, (keys, values) in zip(correctors, stored, strict=True)
+        ]
+        _compare(layers, moved, written(), f"its tokens are {shift} positions further on")
+    forward(tokens.flip(0))  # all layers have other KV now
     with taps.until(len(layers) - 1, wanted=()):
-        nested.run([Part(others, torch.from_numpy(sources), scratch)])
-    for (name, layer), (keys, values) in zip(layers.items(), whole, strict=True):
-        found_keys, found_values = layer.read_blocks(scratch)
-        if not (
-            torch.equal(found_keys[:count], keys) and torch.equal(found_values[:count], values)
-        ):
-            raise ConfigError(
-                f"layer {name} has other KV where a forward ends at the attention of the last layer",
-                hint="set kv_connector to KVStrataConnector, which does not blend",
-            )
+        forward(tokens)
+    _compare(layers, stored, written(), "the model stops at the last layer's attention")
+
+
+def _compare(
+    layers: Iterable[str],
+    expected: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    found: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    when: str,
+) -> None:
+    """Keys and values of each of *layers*; raises ``ConfigError`` where they are others."""
+    for name, ours, theirs in zip(layers, expected, found, strict=True):
+        for what, one, other in zip(("keys", "values"), ours, theirs, strict=True):
+            difference = relative_difference(one, other)
+            if difference > GATE_LIMIT:
+                raise ConfigError(
+                    f"the {what} of layer {name} are not those of the model when {when}: they "
+                    f"differ by {difference:.2g}",
+                    hint="set kv_connector to KVStrataConnector, which does not blend",
+                )

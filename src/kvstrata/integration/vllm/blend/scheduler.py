@@ -109,7 +109,6 @@ class BlendScheduler(SchedulerHalf):
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
         self._planned: list[BlendRequestMeta] = []
         self._running: dict[int, _Running] = {}  # by the first of its tasks
-        self._blended_tokens: dict[str, int] = {}  # of requests that vLLM has just taken
 
     def on_new_request(self, request: Request) -> None:
         """KV that another engine sends may be approximate: it says from which token on."""
@@ -214,14 +213,6 @@ class BlendScheduler(SchedulerHalf):
         super().allocated(request, block_ids, exact)
         del self._candidates[request.request_id]
         self._begin(request, candidate, plan, block_ids, awaits_load=exact > 0)
-
-    def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
-        """Blended tokens count as those of the host tier, from which their runs are read."""
-        sources, blended = super().hit_sources(request), self._blended_tokens
-        if tokens := blended.pop(request.request_id, 0):
-            host = CacheHitSource.HOST
-            return {**sources, host: sources.get(host, 0) + tokens}
-        return sources
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         step = super().plan(output)
@@ -369,7 +360,7 @@ class BlendScheduler(SchedulerHalf):
             request.request_id, found.task_ids, self._link.number, self._world_size
         )
         self._results[request.request_id] = "blended"
-        self._blended_tokens = {request.request_id: plan.end - plan.exact_end}
+        self._loads.add_source(request, CacheHitSource.HOST, plan.end - plan.exact_end)
         reused, spared = int(plan.runs.length.sum()), round(candidate.spared_tokens)
         self._counted.add_counter(metrics.BLEND_TOKENS, ("reused",), reused)
         self._counted.add_counter(metrics.BLEND_TOKENS, ("spared",), spared)
