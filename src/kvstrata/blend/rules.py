@@ -31,16 +31,17 @@ __all__ = [
 
 SINK_TOKENS: Final = 4
 PROBE_TOKENS: Final = 64
+_NO_POSITION: Final = np.empty(0, np.int64)
 _BALANCED: Final = RECOMPUTE_RATIOS["balanced"]
 
 
 def scored_layers(layers: int) -> tuple[int, ...]:
     """Which of so many layers' attention is looked at, where a model's best are not known.
 
-    Two of the first quarter: on the shipped model of ``bench/blend`` the layers behind add nothing
-    to what one of these sees, and a round costs what is run up to the last.
+    Two neighbours, behind the first eighth: on the shipped model of ``bench/blend`` the layers
+    behind add nothing to what these see, and a round costs what is run up to the last.
     """
-    return tuple(sorted({layers // 8, layers // 4}))
+    return tuple(sorted({layers // 8, min(layers // 8 + 1, layers - 1)}))
 
 
 class BoundaryRule(Rule):
@@ -158,21 +159,20 @@ class QueryRule(Rule):
                 f"no token to ask with: the plan ends at {plan.end}, the cache at {allocated_tokens}"
             )
         asking = np.arange(plan.asking_from, allocated_tokens)
-        chosen, fresh = np.empty(0, np.int64), offer.mandatory
+        run, probes = np.union1d(offer.mandatory, asking), asking[-self._probe_tokens :]
+        scores, chosen = np.zeros(allocated_tokens, np.float32), _NO_POSITION
         for number in range(1, self.rounds + 1):
-            probes = np.concatenate((chosen, asking[-self._probe_tokens :]))
-            scores = yield ScoreAttention(np.union1d(fresh, asking), probes)
+            scores = np.maximum(scores, (yield ScoreAttention(run, probes)))
             rest = np.setdiff1d(offer.candidates, chosen, assume_unique=True)
             due = -(-offer.budget * number // self.rounds) - len(chosen)
-            fresh = highest(scores, rest, due)
-            chosen = union(chosen, fresh)
+            run = probes = highest(scores, rest, due)
+            chosen = union(chosen, run)
         return chosen
 
     def _scoring_tokens(self, plan: BlendPlan, offer: Offer) -> float:
         behind = plan.prompt_tokens - plan.end
-        asking = plan.prompt_tokens - plan.asking_from
         before_last = offer.budget * (self.rounds - 1) / self.rounds
-        run = len(offer.mandatory) + behind + before_last + (self.rounds - 1) * asking
+        run = len(offer.mandatory) + behind + before_last
         return self._scored_share * run
 
 

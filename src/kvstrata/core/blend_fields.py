@@ -79,7 +79,7 @@ class BlendFields(BaseModel):
         default=(),
         description=(
             "Attention layers, from 0, whose attention says which tokens are computed anew; `hkvd` "
-            "compares keys and values in the last of them. By default two of the first quarter. What is "
+            "compares keys and values in the last of them. By default two behind the first eighth. What is "
             "run to choose is run up to the last one (docs/blending.md)."
         ),
         examples=["[3, 6]"],

@@ -183,7 +183,8 @@ class BlendWorker:
             zip(self._layers, self._correctors, strict=True)
         ):
             keys, values = layer.read(self._source.read(mapping, request.slots, number))
-            layer.write(rotations[corrector].apply(keys[rows]), values[rows], places)
+            keys, values = keys.index_select(0, rows), values.index_select(0, rows)
+            layer.write(rotations[corrector].apply(keys), values, places)
 
     def _run(self, job: _Job, budget_tokens: int) -> int:
         """Take the next step of *job*, or a part of it; how many tokens were run."""
