@@ -3,23 +3,29 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvstrata.blend.plan import Positions
 from kvstrata.blend.position import PositionCorrector
+from kvstrata.blend.selection import Recompute, ScoreAttention, ScoreDeviation, Step
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.gate import check_model
 from kvstrata.integration.vllm.blend.model import calling_model
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part, slots_of
 from kvstrata.integration.vllm.blend.pages import TokenPages, learn_page_map
 from kvstrata.integration.vllm.blend.ropes import correctors
+from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
 from kvstrata.integration.vllm.blend.taps import QueryTaps
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.geometry import pages_from_tensors
+from kvstrata.integration.vllm.metadata import NULL_BLOCK
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -64,6 +70,15 @@ class Ground:
 def equal(left: KV, right: KV) -> bool:
     return all(
         torch.equal(a, b)
+        for one, two in zip(left, right, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+def close(left: KV, right: KV) -> bool:
+    """Equal but for what vLLM's attention rounds otherwise in another batch."""
+    return all(
+        torch.allclose(a, b, rtol=0, atol=1e-5)
         for one, two in zip(left, right, strict=True)
         for a, b in zip(one, two, strict=True)
     )
@@ -167,6 +182,53 @@ def taps_stop_behind_a_layer(ground: Ground) -> dict[str, Any]:
     }
 
 
+def steps_of_several_prompts(ground: Ground) -> dict[str, Any]:
+    """By kind, whether steps of two prompts in one forward have the scores that each has alone."""
+    runner = StepRunner(
+        ground.nested,
+        list(ground.layers.values()),
+        list(ground.attention.values()),
+        ground.taps,
+        (0, 1),
+        SimpleNamespace(world_size=1),  # no other rank is asked
+    )
+    size = ground.block_size
+    prompts = [
+        Prompt(ground.tokens(2 * size - 3), torch.tensor([3, 7, NULL_BLOCK], dtype=torch.int32)),
+        Prompt(ground.tokens(3 * size).flip(0), torch.tensor([4, 9, 2], dtype=torch.int32)),
+    ]
+    some = [np.array([0, 5, 6, 40]), np.arange(1, 3 * size, 7)]
+    kinds: dict[str, Callable[[Positions], Step]] = {
+        "attention": lambda positions: ScoreAttention(positions, positions[1:]),
+        "deviation": lambda positions: ScoreDeviation(positions, 1),
+        "recompute": Recompute,
+    }
+    told = {}
+    for name, kind in kinds.items():
+        steps = [kind(positions) for positions in some]
+        _spoil(ground, prompts)
+        alone = [runner.run([p], [s])[0] for p, s in zip(prompts, steps, strict=True)]
+        after = [ground.read(p.device_blocks, len(p.tokens)) for p in prompts]
+        _spoil(ground, prompts)
+        together = runner.run(prompts, steps)
+        told[name] = [
+            np.allclose(a, b, 1e-5) and close(kv, ground.read(p.device_blocks, len(p.tokens)))
+            for a, b, kv, p in zip(alone, together, after, prompts, strict=True)
+        ]
+    return told
+
+
+def _spoil(ground: Ground, prompts: list[Prompt]) -> None:
+    """Random KV everywhere, the same each time."""
+    torch.manual_seed(3)
+    for prompt in prompts:
+        slots = slots_of(torch.arange(len(prompt.tokens)), prompt.device_blocks, ground.block_size)
+        for layer in ground.layers.values():
+            keys, _ = layer.read_blocks(prompt.device_blocks)
+            some = torch.randn(2, *keys[: len(slots)].shape).to(keys.dtype)
+            layer.write(some[0], some[1], slots)
+
+
 PROBES: dict[str, Callable[[Ground], dict[str, Any]]] = {
     probe.__name__: probe
     for probe in (
@@ -174,6 +236,7 @@ PROBES: dict[str, Callable[[Ground], dict[str, Any]]] = {
         recomputed_is_equal,
         gate_knows_the_model,
         taps_stop_behind_a_layer,
+        steps_of_several_prompts,
     )
 }
 

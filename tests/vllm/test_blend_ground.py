@@ -62,3 +62,10 @@ def test_a_forward_stops_behind_a_layer_whose_kv_it_has_written(told: dict[str, 
     assert seen["final"] == [True, True, False, False]
     assert set(seen["queries"]) == {"0", "1"}
     assert seen["queries"]["0"] == seen["queries"]["1"] == [32, 8, 32]
+
+
+def test_steps_of_several_prompts_in_one_forward_do_what_each_does_alone(
+    told: dict[str, Any],
+) -> None:
+    kinds = ("attention", "deviation", "recompute")
+    assert told["steps_of_several_prompts"] == {kind: [True, True] for kind in kinds}

@@ -27,6 +27,7 @@ __all__ = [
     "drive",
     "highest",
     "one_step",
+    "same_kind",
     "split",
     "union",
 ]
@@ -78,6 +79,13 @@ class Scorer(Protocol):
     def run(self, step: Step) -> Scores:
         """Run *step*; return its scores, 0 where a token has none. None are read of `Recompute`."""
         ...
+
+
+def same_kind(step: Step, other: Step) -> bool:
+    """Whether both, of different prompts, can be run in one forward."""
+    if isinstance(step, ScoreDeviation) and isinstance(other, ScoreDeviation):
+        return step.layer == other.layer
+    return type(step) is type(other)
 
 
 def split(step: Step, tokens: int) -> tuple[Step, Step | None]:

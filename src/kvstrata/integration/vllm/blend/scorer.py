@@ -1,5 +1,6 @@
 """The steps of a rule, run by the engine's model over the engine's cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class Prompt:
 
 
 class StepRunner:
-    """A ``Scorer`` of any prompt. All ranks must run the same steps in the same order."""
+    """Runs steps of several prompts in one forward. All ranks must do the same in the same order."""
 
     def __init__(
         self,
@@ -48,17 +49,20 @@ class StepRunner:
         self._ranks = ranks
         self._taps = taps
 
-    def run(self, prompt: Prompt, step: Step) -> Scores:
-        positions = torch.from_numpy(step.positions)
-        match step:
+    def run(self, prompts: Sequence[Prompt], steps: Sequence[Step]) -> list[Scores]:
+        """Run a step of each of *prompts*, all of one kind (`same_kind`); the scores of each."""
+        positions = [torch.from_numpy(step.positions) for step in steps]
+        match steps[0]:
             case Recompute():
-                with self._taps.until(len(self._layers) - 1, wanted=()):  # the state is nobody's
-                    self._nested.run([prompt.part(positions)])
-                return np.empty(0, np.float32)
-            case ScoreAttention(probes=probes):
-                return self._attention_scores(prompt, positions, torch.from_numpy(probes))
+                self._forward(prompts, positions, len(self._layers) - 1)  # the state is nobody's
+                return [np.empty(0, np.float32) for _ in steps]
+            case ScoreAttention():
+                probes = [
+                    torch.from_numpy(s.probes) for s in steps if isinstance(s, ScoreAttention)
+                ]
+                return self._attention_scores(prompts, positions, probes)
             case ScoreDeviation(layer=layer):
-                return self._deviation(prompt, positions, layer)
+                return self._deviations(prompts, positions, layer)
 
     @torch.inference_mode()
     def predict(self, prompt: Prompt, positions: Positions) -> Scores | None:
@@ -70,36 +74,57 @@ class StepRunner:
         found: Scores = logits[0].float().cpu().numpy()
         return found
 
+    def _forward(
+        self,
+        prompts: Sequence[Prompt],
+        positions: Sequence[torch.Tensor],
+        last_layer: int,
+        wanted: Sequence[int] = (),
+    ) -> dict[int, torch.Tensor]:
+        """Up to *last_layer*; the queries of the *wanted* layers, prompt after prompt."""
+        with self._taps.until(last_layer, wanted=wanted) as queries:
+            self._nested.run([p.part(each) for p, each in zip(prompts, positions, strict=True)])
+        return queries
+
     def _attention_scores(
-        self, prompt: Prompt, positions: torch.Tensor, probes: torch.Tensor
-    ) -> Scores:
-        with self._taps.until(self._scored[-1], wanted=self._scored) as queries:
-            self._nested.run([prompt.part(positions)])
-        rows = torch.searchsorted(positions, probes)
-        scores = torch.zeros(len(prompt.tokens))
-        if len(probes):
-            for number, query in queries.items():
-                theirs = self._most_attention(number, query[rows], probes, prompt)
-                scores[: len(theirs)] = torch.maximum(scores[: len(theirs)], theirs)
-        return self._over_ranks(scores, torch.distributed.ReduceOp.MAX)
+        self,
+        prompts: Sequence[Prompt],
+        positions: Sequence[torch.Tensor],
+        probes: Sequence[torch.Tensor],
+    ) -> list[Scores]:
+        queries = self._forward(prompts, positions, self._scored[-1], self._scored)
+        scores = [torch.zeros(len(prompt.tokens)) for prompt in prompts]
+        for number, query in queries.items():
+            theirs = query.split([len(each) for each in positions])
+            for i, prompt in enumerate(prompts):
+                rows = torch.searchsorted(positions[i], probes[i])
+                most = self._most_attention(number, theirs[i][rows], probes[i], prompt)
+                scores[i][: len(most)] = torch.maximum(scores[i][: len(most)], most)
+        return [self._over_ranks(each, torch.distributed.ReduceOp.MAX) for each in scores]
 
     def _most_attention(
         self, number: int, query: torch.Tensor, probes: torch.Tensor, prompt: Prompt
     ) -> torch.Tensor:
         """What each token up to the last probe gets at most of one probe, in one head."""
+        if not len(probes):
+            return torch.empty(0)
         layer = self._attention[number]
         keys = self._layers[number].read_keys(prompt.device_blocks)
         query = query.view(len(query), -1, layer.head_size)
         return most_attention(query, keys[: int(probes[-1]) + 1], probes, layer.impl.scale).cpu()
 
-    def _deviation(self, prompt: Prompt, positions: torch.Tensor, layer: int) -> Scores:
-        before = self._read(prompt, positions, layer)
-        with self._taps.until(layer, wanted=()):
-            self._nested.run([prompt.part(positions)])
-        scores = torch.zeros(len(prompt.tokens))
-        for old, new in zip(before, self._read(prompt, positions, layer), strict=True):
-            scores[positions] += (new.float() - old.float()).square().sum((1, 2)).cpu()
-        return self._over_ranks(scores, torch.distributed.ReduceOp.SUM)
+    def _deviations(
+        self, prompts: Sequence[Prompt], positions: Sequence[torch.Tensor], layer: int
+    ) -> list[Scores]:
+        before = [self._read(p, each, layer) for p, each in zip(prompts, positions, strict=True)]
+        self._forward(prompts, positions, layer)
+        scores = []
+        for prompt, each, old in zip(prompts, positions, before, strict=True):
+            deviation = torch.zeros(len(prompt.tokens))
+            for was, now in zip(old, self._read(prompt, each, layer), strict=True):
+                deviation[each] += (now.float() - was.float()).square().sum((1, 2)).cpu()
+            scores.append(self._over_ranks(deviation, torch.distributed.ReduceOp.SUM))
+        return scores
 
     def _read(self, prompt: Prompt, positions: torch.Tensor, layer: int) -> list[torch.Tensor]:
         return [part[positions] for part in self._layers[layer].read_blocks(prompt.device_blocks)]

@@ -15,7 +15,16 @@ from vllm.distributed.parallel_state import GroupCoordinator
 
 from kvstrata.blend.audit import Audit, compare
 from kvstrata.blend.position import PositionCorrector
-from kvstrata.blend.selection import Recompute, Rule, Scores, Selection, Step, one_step, split
+from kvstrata.blend.selection import (
+    Recompute,
+    Rule,
+    Scores,
+    Selection,
+    Step,
+    one_step,
+    same_kind,
+    split,
+)
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
 from kvstrata.integration.vllm.blend.nested import slots_of
 from kvstrata.integration.vllm.blend.pages import TokenPages
@@ -123,11 +132,8 @@ class BlendWorker:
             if job.can_begin:
                 self._begin_stage(job, mapping)
         self._agree()
-        # All write what is behind their last device block into the same one: a step that was split
-        # goes on before another request uses it.
-        for job in sorted(self._jobs, key=lambda job: job.scores is None):
-            while budget_tokens > 0 and not job.failed and job.step is not None:
-                budget_tokens -= self._run(job, budget_tokens)
+        while budget_tokens > 0 and (batch := self._batch(budget_tokens)):
+            budget_tokens -= self._run(batch, budget_tokens)
         over = [job for job in self._jobs if job.is_over]
         self._jobs = [job for job in self._jobs if not job.is_over]
         return [
@@ -186,24 +192,66 @@ class BlendWorker:
             keys, values = keys.index_select(0, rows), values.index_select(0, rows)
             layer.write(rotations[corrector].apply(keys), values, places)
 
-    def _run(self, job: _Job, budget_tokens: int) -> int:
-        """Take the next step of *job*, or a part of it; how many tokens were run."""
-        assert job.step is not None
-        step, rest = split(job.step, budget_tokens)
-        try:
-            if rest is None and job.stage is not _Stage.REUSE:
-                self._predict(job, step)
-            else:
-                self._score(job, step, rest)
-        except Exception as e:  # noqa: BLE001 - as in _begin_stage
-            self._give_up(job, e)
-        else:
-            self._end_stage(job)
-        return len(step.positions)
+    def _batch(self, budget_tokens: int) -> list[tuple[_Job, Step]]:
+        """The next steps that make the next forward.
 
-    def _score(self, job: _Job, step: Step, rest: Step | None) -> None:
+        Of the oldest requests whose steps fill *budget_tokens*, first those that have yet to
+        choose: what they choose then goes through the model together.
+        """
+        due: list[tuple[_Job, Step]] = []
+        tokens = 0
+        for job in sorted(self._jobs, key=lambda job: job.scores is None):  # split steps go on
+            if (step := job.step) is not None and not job.failed and tokens < budget_tokens:
+                due.append((job, step))
+                tokens += len(step.positions)
+        if due and due[0][0].scores is None:
+            due.sort(key=lambda entry: isinstance(entry[1], Recompute))
+        batch = due[:1]
+        for entry in due[1:]:
+            if self._can_join(batch, entry):
+                batch.append(entry)
+        return batch
+
+    def _can_join(self, batch: Sequence[tuple[_Job, Step]], entry: tuple[_Job, Step]) -> bool:
+        """All write what is behind their last device block into the same one: one at a time."""
+        if any(job.stage is not _Stage.REUSE for job, _ in (*batch, entry)):
+            return False
+        if not same_kind(batch[0][1], entry[1]):
+            return False
+        return not (self._uses_scratch(entry) and any(map(self._uses_scratch, batch)))
+
+    def _uses_scratch(self, entry: tuple[_Job, Step]) -> bool:
+        job, step = entry
+        allocated: int = len(job.request.device_blocks) * self._layers[0].tokens
+        return int(step.positions[-1]) >= allocated
+
+    def _run(self, batch: Sequence[tuple[_Job, Step]], budget_tokens: int) -> int:
+        """Run the steps of *batch*, but what of the last is too much; how many tokens were run."""
+        jobs = [job for job, _ in batch]
+        left, halves = budget_tokens, []
+        for _, step in batch:
+            halves.append(split(step, left))
+            left -= len(halves[-1][0].positions)
+        try:
+            (step, rest), *_ = halves
+            if rest is None and jobs[0].stage is not _Stage.REUSE:
+                self._predict(jobs[0], step)
+            else:
+                found = self._runner.run([job.prompt for job in jobs], [head for head, _ in halves])
+                for job, scores, (_, rest) in zip(jobs, found, halves, strict=True):
+                    self._take(job, scores, rest)
+        except Exception as e:  # noqa: BLE001 - as in _begin_stage
+            for job in jobs:
+                self._give_up(job, e)
+        else:
+            for job in jobs:
+                self._end_stage(job)
+        return budget_tokens - left
+
+    @staticmethod
+    def _take(job: _Job, scores: Scores, rest: Step | None) -> None:
+        """A step of *job* has been run, but for *rest*."""
         assert job.selection is not None
-        scores = self._runner.run(job.prompt, step)
         if job.scores is not None:
             scores = np.maximum(scores, job.scores)
         if rest is None:
