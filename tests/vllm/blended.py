@@ -56,6 +56,13 @@ class Subject:
             and result in (None, sample.labels.get("result"))
         )
 
+    def reused_tokens(self) -> float:
+        """How many tokens blended requests have taken from elsewhere so far."""
+        name = "kvstrata_blend_tokens_total"
+        families = text_string_to_metric_families(self.engine.exposition())
+        samples = [s for family in families for s in family.samples if s.name == name]
+        return sum(s.value for s in samples if "reused" in s.labels.values())
+
     def exact(self, prompt: Prompt) -> Answer:
         """The answer to *prompt* without blending, which must be that of vLLM alone."""
         ask = self.ask(prompt, blend=False)

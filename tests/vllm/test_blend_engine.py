@@ -14,12 +14,15 @@ from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.vllm
 
+CHUNK_TOKENS = 64  # ``blend_chunk_size``
+
 
 @pytest.fixture(scope="module")
 def subject(
     tiny_llama: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    with blending(tiny_llama, oracle, tmp_path_factory.mktemp("blend")) as made:
+    folder = tmp_path_factory.mktemp("blend")
+    with blending(tiny_llama, oracle, folder, extra={"blend_again": True}) as made:
         yield made
 
 
@@ -174,6 +177,28 @@ def test_audits_find_how_far_answers_are_and_stop_what_is_too_far(
         prompt = subject.prompt(1, 2)
         salted = Ask("salted", prompt, 4, salt="tenant")
         assert subject.run([salted])["salted"].cached_tokens == whole_blocks(prompt)
+
+
+def test_a_later_turn_reuses_a_question_and_an_answer_behind_reused_documents(
+    tiny_llama: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    extra = {"blend_again": True, "tokens_per_block": BLOCK_TOKENS}
+    with blending(tiny_llama, oracle, tmp_path, extra=extra) as subject:
+        question = subject.prompt(2, 0) + subject.text(90)
+        ask = subject.ask(question, {"ratio": 0.0}, tokens=100)
+        said = question + tuple(subject.run([ask])[ask.id].tokens)
+        of_documents = subject.reused_tokens()
+        subject.engine.reset_prefix_cache()
+
+        later = said + subject.text(40)
+        assert subject.one(later, {"ratio": 0.0}).cached_tokens == whole_blocks(later)
+        behind = len(question) - 133  # three tokens, 40 and 90 behind the last document
+        blocks = (len(said) - 1) // BLOCK_TOKENS - -(-behind // BLOCK_TOKENS)
+        assert blocks == 7
+        again = subject.reused_tokens() - 2 * of_documents
+        assert blocks * BLOCK_TOKENS - CHUNK_TOKENS < again <= blocks * BLOCK_TOKENS
+        known = subject.system + subject.documents[2]
+        assert subject.exact(later).cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_a_server_that_dies_costs_a_prefill_and_no_request(

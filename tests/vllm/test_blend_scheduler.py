@@ -11,9 +11,11 @@ from tests.vllm.fake_runner import TOKENS
 from tests.vllm.plans import chunked, full, group, mla, plan, sliding, vllm_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.request import Request
 
 from kvstrata.blend.runs import Runs
 from kvstrata.core.errors import ConfigError
@@ -149,3 +151,28 @@ def test_settings_of_blending_are_refused_where_nothing_blends(
     said = f"{', '.join(sorted(setting))} is set, and KVStrataConnector does not blend"
     with pytest.raises(ConfigError, match=said):
         KVStrataConnector(config, KVConnectorRole.SCHEDULER, plan(config, group(full())))
+
+
+def test_blocks_that_come_one_by_one_are_known_once_they_are_a_chunk(
+    folder: Path, tmp_path: Path
+) -> None:
+    config, tokens = vllm_config(folder), 32
+    config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role="kv_both")
+    settings = settings_of(tmp_path, tokens_per_block=tokens, blend_chunk_size=3 * tokens)
+    half = BlendScheduler(load_config(settings, environ={}), config, plan(config, group(full(), 2)))
+    text = prompt(1, 8 * tokens)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(tokens, sha256)
+    said, later = (
+        Request(name, ids, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        for name, ids in (("said", text), ("later", [7, *text]))
+    )
+    learning, namespace = half._learning, half._namespace
+    found = []
+    for block in range(8):
+        learning.saved(said, namespace, block, block + 1)
+        found.append(int(learning.runs(later, namespace, 0).length.sum()) // tokens)
+    assert found == [0, 0, 3, 3, 3, 6, 6, 6]
+    learning.finished("said")
+    assert learning._next == {}
+    half.close()

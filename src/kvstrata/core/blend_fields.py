@@ -112,6 +112,14 @@ class BlendFields(BaseModel):
         description="And if these are so large a share of the tokens that it would compute.",
         examples=["0.3"],
     )
+    blend_again: bool = Field(
+        default=False,
+        description=(
+            "Whether KV that was computed behind reused KV, of the question and the answer of a blended "
+            "request, is reused in its turn by later ones that ask to be blended."
+        ),
+        examples=["true"],
+    )
     blend_audit_share: _Share = Field(
         default=0.01,
         description=(

@@ -84,11 +84,21 @@ class Saves:
         return self._held.count > 0
 
     def offer(
-        self, request: Request, namespace: NamespaceId, block_ids: BlockIds, first: int, end: int
+        self,
+        request: Request,
+        namespace: NamespaceId,
+        block_ids: BlockIds,
+        first: int,
+        end: int,
+        *,
+        begins: bool = False,
     ) -> int:
         """Offer blocks *first* to *end* of *request*, as many as may be held now.
 
         Returns where the next offer of this request has to begin.
+
+        Args:
+            begins: Nothing before block *first* is ever saved under the names that the request has.
         """
         math = self._math
         while first < end and (
@@ -100,7 +110,7 @@ class Saves:
         if first >= end or not self._link.ready:
             return first
         keys = math.keys(request, first, end)
-        parent = math.key(request, first - 1) if first else b""
+        parent = math.key(request, first - 1) if first and not begins else b""
         name, whole = request.request_id[-256:], request.num_prompt_tokens // math.tokens
         pending = self._link.submit(p.PutMatch(0, namespace, b"".join(keys), parent, name, whole))
         if pending is None:

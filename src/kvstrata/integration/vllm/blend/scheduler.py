@@ -6,22 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from blake3 import blake3
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from kvstrata.blend.audit import Audit, Auditor
-from kvstrata.blend.fingerprints import Fingerprints
 from kvstrata.blend.plan import BlendPlan, Economy, ReusedRuns
-from kvstrata.blend.source_index import SourceIndex
+from kvstrata.blend.source_index import BLENDED_GENERATION
 from kvstrata.core.config import Config
+from kvstrata.integration.vllm.blend.learning import Learning
 from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta, BlendRequestMeta
 from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.taint import TaintChain
-from kvstrata.integration.vllm.blend.wishes import Wish, can_be_reused, wish_of
+from kvstrata.integration.vllm.blend.wishes import Wish, wish_of
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.engine_metrics import KVStrataStats
@@ -70,6 +69,14 @@ class _Running:
     failed: bool = False
 
 
+@dataclass(slots=True)
+class _Behind:
+    """The blocks of a blended request behind all that it reuses: computed, over reused KV."""
+
+    first: int
+    offered: int  # where the next offer begins
+
+
 class BlendScheduler(SchedulerHalf):
     """``SchedulerHalf``, which offers runs of known tokens as well as exact prefixes."""
 
@@ -97,14 +104,11 @@ class BlendScheduler(SchedulerHalf):
             min_saved_tokens=config.blend_min_saved_tokens,
             min_saved_share=config.blend_min_saved_share,
         )
-        self._index = SourceIndex(
-            Fingerprints(config.blend_chunk_size),
-            tokens_per_block=self._math.tokens,
-            capacity_tokens=config.blend_index_tokens,
-        )
+        self._learning = Learning(config, self._math)
         self._taints = TaintChain(self._math.hash_tokens)
         self._candidates: dict[str, _Candidate] = {}
         self._results: dict[str, str] = {}  # of requests: values of metrics.BLEND_REQUESTS
+        self._behind: dict[str, _Behind] = {}  # by request id, if ``blend_again``
         self._counted = KVStrataStats()
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
         self._planned: list[BlendRequestMeta] = []
@@ -157,8 +161,7 @@ class BlendScheduler(SchedulerHalf):
         if obstacle is not None:
             return _Candidate(wish, first_token, obstacle)
         candidate = _Candidate(wish, first_token, "no_run")
-        tokens = np.array(request.prompt_token_ids, np.uint32)
-        runs = self._index.match(self._domain(request), tokens, first_token, len(tokens) - 1)
+        runs = self._learning.runs(request, self._namespace, first_token)
         reused = ReusedRuns(runs.start, runs.length, runs.delta, np.zeros(len(runs), np.bool_))
         if self._pays(candidate, self._plan(request, reused, first_token)):
             candidate.lookup = RunLookup(self._link, self._namespace, runs, request.request_id)
@@ -180,7 +183,7 @@ class BlendScheduler(SchedulerHalf):
 
     def _settle(self, request: Request, candidate: _Candidate, lookup: RunLookup) -> None:
         found = lookup.found()
-        self._index.forget(found.missing)
+        self._learning.lost(found.missing)
         reused = ReusedRuns(
             found.start, found.length, found.delta, np.zeros(len(found.start), np.bool_)
         )
@@ -237,6 +240,8 @@ class BlendScheduler(SchedulerHalf):
             del self._running[name]
             if running.connection == self._link.number:  # whatever failed, the blocks are good
                 self._link.submit(p.Complete(running.task_ids))
+            if running.failed:
+                self._behind.pop(running.request_id, None)
             if running.failed and (tracked := self._requests.get(running.request_id)) is not None:
                 self._results[running.request_id] = "failed"
                 self._taints.lift(tracked.request)
@@ -263,11 +268,17 @@ class BlendScheduler(SchedulerHalf):
             # vLLM counts tokens as computed that the workers have yet to compute.
             tracked.offered_blocks = sys.maxsize
         super().finished(request, block_ids)
+        self._learning.finished(request.request_id)
+        self._behind.pop(request.request_id, None)
         self._drop(request)
         self._taints.forget(request.request_id)
         if (result := self._results.pop(request.request_id, None)) is not None:
             self._counted.add_counter(metrics.BLEND_REQUESTS, (result,), 1)
             _log.debug("request %s: blending: %s", request.request_id, result)
+
+    def not_loaded(self, device_blocks: set[int]) -> None:
+        self._behind.clear()  # what stands on blocks that were not loaded is not told from the rest
+        super().not_loaded(device_blocks)
 
     @property
     def busy(self) -> bool:
@@ -282,7 +293,7 @@ class BlendScheduler(SchedulerHalf):
 
     def reset(self) -> None:
         super().reset()
-        self._index.clear()
+        self._learning.clear()
         self._auditor.begin_again()
         self._counted.set_gauge(metrics.BLEND_OFF, (), 0)
         for tracked in self._requests.values():
@@ -293,22 +304,31 @@ class BlendScheduler(SchedulerHalf):
     ) -> None:
         """Blocks are saved up to the first approximate one, and what is saved can be reused."""
         first_tainted = self._taints.first_token(tracked.request.request_id)
+        before, exact = tracked.offered_blocks, computed_tokens
         if first_tainted is not None:
-            computed_tokens = min(computed_tokens, first_tainted)
-        before = tracked.offered_blocks
-        super()._offer(tracked, computed_tokens, block_ids)
-        self._learn(tracked.request, before, tracked.offered_blocks)
+            exact = min(computed_tokens, first_tainted)
+        super()._offer(tracked, exact, block_ids)
+        if before != sys.maxsize:
+            request, end = tracked.request, tracked.offered_blocks
+            self._learning.saved(request, self._namespace, before, end)
+            self._offer_behind(request, computed_tokens, block_ids)
 
-    def _learn(self, request: Request, first: int, end: int) -> None:
-        """Blocks *first* to *end* of *request* are in the cache, or will be in a moment."""
-        tokens = self._math.tokens
-        if end > first and can_be_reused(request):
-            self._index.add(
-                self._domain(request),
-                np.array(request.all_token_ids[first * tokens : end * tokens], np.uint32),
-                first * tokens,
-                self._math.keys(request, first, end),
-            )
+    def _offer_behind(
+        self, request: Request, computed_tokens: int, block_ids: Callable[[], BlockIds]
+    ) -> None:
+        """Under the private names of *request*, which only later blended requests learn of.
+
+        No KV event tells of them: they are not what their tokens say.
+        """
+        behind = self._behind.get(request.request_id)
+        end = min(computed_tokens // self._math.tokens, self._math.known_blocks(request))
+        if behind is None or end <= behind.offered or not (ids := block_ids()):
+            return
+        before = behind.offered
+        behind.offered = self._saves.offer(
+            request, self._namespace, ids, before, end, begins=before == behind.first
+        )
+        self._learning.saved(request, self._namespace, before, behind.offered, BLENDED_GENERATION)
 
     def _plan(self, request: Request, runs: ReusedRuns, first_token: int) -> BlendPlan:
         return BlendPlan.of_runs(
@@ -360,6 +380,9 @@ class BlendScheduler(SchedulerHalf):
             request.request_id, found.task_ids, self._link.number, self._world_size
         )
         self._results[request.request_id] = "blended"
+        if self._config.blend_again:
+            first = -(-plan.asking_from // self._math.tokens)
+            self._behind[request.request_id] = _Behind(first, first)
         self._loads.add_source(request, CacheHitSource.HOST, plan.end - plan.exact_end)
         reused, spared = int(plan.runs.length.sum()), round(candidate.spared_tokens)
         self._counted.add_counter(metrics.BLEND_TOKENS, ("reused",), reused)
@@ -381,7 +404,3 @@ class BlendScheduler(SchedulerHalf):
             candidate.lookup.abandon()
         if candidate.plan is not None:
             self._taints.lift(request)
-
-    def _domain(self, request: Request) -> bytes:
-        """What else than its tokens and their places the KV of *request* depends on."""
-        return blake3(self._namespace + (request.cache_salt or "").encode()).digest()
