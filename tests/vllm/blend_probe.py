@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -254,6 +255,7 @@ class ProbeConnector(KVStrataConnector):
         ground = Ground(self, *self._parts)
         ground.find(kv_caches)
         told = {name: probe(ground) for name, probe in PROBES.items()}
-        into = Path(self._config.socket or "").with_suffix(".json")
+        rank = get_tensor_model_parallel_rank()
+        into = Path(self._config.socket or "").with_suffix(f".{rank}.json")
         into.write_text(json.dumps(told))
         super().register_kv_caches(kv_caches)
