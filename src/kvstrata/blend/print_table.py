@@ -50,6 +50,10 @@ class PrintTable:
         """The owner and the place of each entry."""
         return self._owners.take(ids).tolist(), self._places.take(ids).tolist()
 
+    def holder(self, entry: int) -> tuple[int, int]:
+        """The owner and the place of one entry."""
+        return self._owners.item(entry), self._places.item(entry)
+
     def owned(self, ids: Ids, owner: int) -> Ids:
         """Those of *ids* that are of *owner* (still, if they were once)."""
         mine: Ids = ids[self._owners.take(ids) == owner]

@@ -193,14 +193,14 @@ class SourceIndex:
             piece = tokens[scanned : min(last, scanned + windows + self.grid_tokens - 1)]
             rows, entries = self._windows.find(self._fingerprints.rolling(piece, seed))
             hits = (rows + scanned).tolist()
-            numbers, offsets = self._windows.holders(entries)
             at = 0
             while at < len(hits):
                 hit, run = hits[at], None
                 if runs:
                     run = self._continued(target, position, hit, runs[-1])
                 if run is None:
-                    run = self._run(target, position, hit, numbers[at], offsets[at])
+                    holder = self._windows.holder(entries.item(at))
+                    run = self._run(target, position, hit, *holder)
                 if run is not None:
                     runs.append(run)
                     position = run.start + run.length
