@@ -24,7 +24,7 @@ help: ## List the targets
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-servers: .venv ## What the tests start: Redis, Prometheus, Mooncake, azurite, Chromium
+servers: .venv ## What the tests start: Redis, Prometheus, Mooncake, azurite, Chromium, systemd's checks
 	@scripts/test_servers.sh
 
 demo: .venv ## See the cache work, in a few minutes
