@@ -40,7 +40,7 @@ A name that is not in the tables below is an error wherever it stands, and so is
 work. All errors are reported together, each with where it was set. `kvstrata doctor` checks the
 settings against the machine.
 
-The words of UCM and FlexKV are understood too: [Coming from UCM or FlexKV](migrating.md).
+The words of UCM and FlexKV are understood too: [Coming from LMCache, FlexKV or UCM](migrating.md).
 
 """
 
