@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,8 +15,12 @@ from kvstrata.core.load import load_config
 from kvstrata.core.units import parse_bytes
 
 COMPOSE = DEPLOY / "compose"
-SERVICES = compose()["services"]
 SOCKET_FOLDER = "/run/kvstrata"
+
+
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = compose()["services"]
+    return found
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -65,13 +70,13 @@ def test_images_are_named_by_the_version() -> None:
 
 
 def test_no_image_is_whatever_is_latest() -> None:
-    for service in SERVICES.values():
+    for service in services().values():
         assert re.search(r":v?\d+\.\d+", service["image"])
 
 
 def test_server_and_engine_can_meet() -> None:
     """At one socket in one volume, as one user: no namespace has to be shared."""
-    server, engine = SERVICES["server"], SERVICES["engine"]
+    server, engine = services()["server"], services()["engine"]
     assert server["user"] == engine["user"] == f"{UID}:{UID}"
     volumes = [
         next(each for each in service["volumes"] if each["target"] == SOCKET_FOLDER)
@@ -86,7 +91,7 @@ def test_server_and_engine_can_meet() -> None:
 
 
 def test_the_server_has_room_and_time_for_what_its_settings_say() -> None:
-    server = SERVICES["server"]
+    server = services()["server"]
     config = load_config({"config_file": str(COMPOSE / "kvstrata.yaml")}, environ={})
     assert isinstance(config.host_tier.capacity, int)
     assert int(server["mem_limit"]) >= config.host_tier.capacity * 1.1
@@ -99,36 +104,36 @@ def test_the_server_has_room_and_time_for_what_its_settings_say() -> None:
 
 
 def test_nothing_is_published_beyond_this_machine() -> None:
-    ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    ports = [port for service in services().values() for port in service.get("ports", ())]
     assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
     assert {port["target"] for port in ports} == {3000, 8000, 9090}
 
 
 def test_valkey_is_in_a_network_of_its_own_with_the_server() -> None:
-    members = {name for name, each in SERVICES.items() if "cache" in each["networks"]}
+    members = {name for name, each in services().items() if "cache" in each["networks"]}
     assert members == {"server", "valkey"}
     assert compose()["networks"]["cache"]["internal"] is True
-    command = SERVICES["valkey"]["command"]
+    command = services()["valkey"]["command"]
     asked = command[command.index("--maxmemory") + 1].replace("gb", "GiB")
-    assert parse_bytes(asked) < int(SERVICES["valkey"]["mem_limit"])
+    assert parse_bytes(asked) < int(services()["valkey"]["mem_limit"])
 
 
 def test_our_containers_cannot_become_more_than_they_are() -> None:
     for name in ("server", "engine", "valkey"):
-        assert SERVICES[name]["cap_drop"] == ["ALL"]
-        assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
-    assert SERVICES["server"]["read_only"] is True
+        assert services()[name]["cap_drop"] == ["ALL"]
+        assert services()[name]["security_opt"] == ["no-new-privileges:true"]
+    assert services()["server"]["read_only"] is True
 
 
 @pytest.mark.parametrize("name", ["server", "prometheus", "grafana"])
 def test_files_that_are_mounted_are_there(name: str) -> None:
-    binds = [each for each in SERVICES[name]["volumes"] if each["type"] == "bind"]
+    binds = [each for each in services()[name]["volumes"] if each["type"] == "bind"]
     assert binds
     assert all(Path(each["source"]).is_file() and each["read_only"] for each in binds)
 
 
 def test_prometheus_understands_its_files_where_they_are_mounted(tmp_path: Path) -> None:
-    service = SERVICES["prometheus"]
+    service = services()["prometheus"]
     for each in service["volumes"]:
         if each["type"] == "bind":
             target = tmp_path / each["target"].removeprefix("/")
@@ -147,9 +152,9 @@ def test_prometheus_scrapes_services_at_ports_that_they_listen_at() -> None:
     assert targets == ["engine:8000", "server:9464"]
     config = load_config({"config_file": str(COMPOSE / "kvstrata.yaml")}, environ={})
     assert config.metrics == "0.0.0.0:9464"
-    assert "--port=8000" in SERVICES["engine"]["command"]
+    assert "--port=8000" in services()["engine"]["command"]
     for name in ("engine", "server", "prometheus"):
-        assert "monitoring" in SERVICES[name]["networks"]
+        assert "monitoring" in services()[name]["networks"]
 
 
 def test_grafana_gets_the_dashboard_and_a_source_for_it() -> None:
@@ -160,7 +165,7 @@ def test_grafana_gets_the_dashboard_and_a_source_for_it() -> None:
     assert source["isDefault"] is True
     assert source["url"] == "http://prometheus:9090"
     (provider,) = yaml.safe_load((COMPOSE / "grafana" / "dashboards.yaml").read_text())["providers"]
-    mounts = {each["target"]: Path(each["source"]) for each in SERVICES["grafana"]["volumes"]}
+    mounts = {each["target"]: Path(each["source"]) for each in services()["grafana"]["volumes"]}
     (board,) = (t for t in mounts if t.startswith(provider["options"]["path"]))
     assert mounts[board] == ROOT / "docs" / "grafana-dashboard.json"
     provisioning = [t for t in mounts if t.startswith("/etc/grafana/provisioning/")]
