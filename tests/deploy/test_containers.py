@@ -4,6 +4,7 @@ A directory is all that they share; each is alone in its IPC, PID, network and h
 no capability.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.caches import eventually
 from tests.cli.processes import environment, until
 from tests.deploy.files import ROOT, dockerfile, run, tool
 
@@ -23,8 +25,9 @@ WRITABLE = 'test -d "$0"'
 
 def contained(folder: Path, mounting: str, *program: str) -> list[str]:
     """How to run Python's *program* in a container, as it were, that sees *folder*."""
-    alone = ["unshare", "--mount", "--pid", "--ipc", "--net", "--uts", "--fork", "--kill-child"]
-    script = f'{mounting} && exec {NO_CAPABILITY} "$@"'
+    alone = ["unshare", "--mount", "--mount-proc", "--pid", "--ipc", "--net", "--uts"]
+    alone += ["--fork", "--kill-child"]
+    script = f'{mounting} && ip link set lo up && exec {NO_CAPABILITY} "$@"'
     return [*alone, "sh", "-c", script, str(folder), sys.executable, "-m", *program]
 
 
@@ -42,13 +45,18 @@ def server(folder: Path) -> Iterator[Path]:
         until(lambda: b"ready" in log.read_bytes() or process.poll() is not None, 30, log)
         assert process.poll() is None, log.read_text()
         yield path
-        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(first), signal.SIGTERM)  # process 1 of the container, as `docker stop` does
+        os.kill(first_process(process), signal.SIGTERM)  # as `docker stop` does
         assert process.wait(30) == 0, log.read_text()
         assert not path.exists()
     finally:
         process.kill()  # and with it, by --kill-child, the server
         process.wait()
+
+
+def first_process(container: subprocess.Popen[bytes]) -> int:
+    """Process 1 of *container*, by its number here; 0 where there is none yet."""
+    children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+    return int(children[0]) if children else 0
 
 
 def engine(path: Path, what: str) -> str:
@@ -82,3 +90,71 @@ def test_the_health_check_tells_a_server_that_answers_from_none(folder: Path) ->
         done = run(*look, environment=environment())
         assert (done.returncode, done.stderr) == (0, "")
     assert run(*look, environment=environment()).returncode == 1
+
+
+# --- vLLM ------------------------------------------------------------------------------------
+
+ASK = """
+import json, sys, urllib.request
+body = {"model": "tiny", "prompt": list(range(1, 514)), "max_tokens": 4, "temperature": 0,
+        "return_token_ids": True}
+request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(),
+                                 {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["token_ids"])
+"""
+HEALTH = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"
+
+
+def inside(container: subprocess.Popen[bytes], program: str) -> subprocess.CompletedProcess[str]:
+    """Python's *program* in the network of *container*."""
+    network = f"--net=/proc/{first_process(container)}/ns/net"
+    return run("nsenter", network, sys.executable, "-c", program)
+
+
+@contextmanager
+def vllm(path: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    arguments = [str(model), f"--attach={path}", "--host=127.0.0.1", "--port=8000"]
+    arguments += ["--served-model-name=tiny", "--skip-tokenizer-init", "--enforce-eager"]
+    arguments += ["--dtype=float32", "--block-size=32", "--max-model-len=1024"]
+    arguments += ["--num-gpu-blocks-override=40"]
+    command = contained(path.parent, READ_ONLY, "kvstrata", "serve", *arguments)
+    log = path.parent.parent / "vllm.log"
+    with log.open("wb") as messages:
+        process = subprocess.Popen(
+            command,
+            stdout=messages,
+            stderr=subprocess.STDOUT,
+            env=environment(KVSTRATA_PREFAULT="false"),
+            cwd=ROOT,
+        )
+    try:
+        until(lambda: process.poll() is not None or first_process(process) > 0, 10, log)
+        until(
+            lambda: process.poll() is not None or inside(process, HEALTH).returncode == 0, 300, log
+        )
+        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.vllm
+def test_an_engine_in_a_new_container_finds_what_the_last_one_has_saved(
+    folder: Path, tiny_llama: Path
+) -> None:
+    def counted(name: str) -> int:
+        look = run(sys.executable, "-m", "kvstrata", *stats, environment=environment())
+        (found,) = json.loads(look.stdout)["servers"]
+        return int(found["report"]["counters"].get(name, 0))
+
+    with server(folder) as path:
+        stats = ("stats", "--socket", str(path), "--json")
+        with vllm(path, tiny_llama) as first:
+            computed = inside(first, ASK)
+            assert computed.returncode == 0, computed.stderr
+            eventually(lambda: counted("kvstrata_saved_blocks_total") == 8, "not saved")
+        with vllm(path, tiny_llama) as second:
+            loaded = inside(second, ASK)
+        assert loaded.stdout == computed.stdout
+        assert counted("kvstrata_loaded_blocks_total") == 8
