@@ -1,7 +1,7 @@
 """Server and engines in namespaces of their own, as in containers: the socket and the memory reach.
 
 A directory is all that they share; each is alone in its IPC, PID, network and host name, and has
-no capability.
+no capability. The server can write to nothing else.
 """
 
 import json
@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from tests.caches import eventually
 from tests.cli.processes import environment, until
-from tests.deploy.files import ROOT, dockerfile, run, tool
+from tests.deploy.files import ROOT, dockerfile, run
 
 NO_CAPABILITY = "setpriv --bounding-set=-all --no-new-privs"
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
-WRITABLE = 'test -d "$0"'
+# Nothing else can be written to, but a little memory, as with `read_only` and `tmpfs`.
+WRITABLE = 'mount --bind "$0" "$0" && mount -o remount,bind,ro / && mount -t tmpfs -o size=64m tmpfs /var/tmp'
 
 
 def contained(folder: Path, mounting: str, *program: str) -> list[str]:
@@ -34,9 +35,9 @@ def contained(folder: Path, mounting: str, *program: str) -> list[str]:
 @contextmanager
 def server(folder: Path) -> Iterator[Path]:
     path, log = folder / "kv.sock", folder.parent / "log"
-    command = contained(
-        folder, WRITABLE, "kvstrata", "server", f"--socket={path}", "--host-size=8MiB"
-    )
+    arguments = [f"--socket={path}", "--host-size=8MiB", f"--disk={folder}/disk:16MiB"]
+    arguments += ["--metrics=0.0.0.0:9464", "--log-format=json"]
+    command = contained(folder, WRITABLE, "kvstrata", "server", *arguments)
     with log.open("wb") as messages:
         process = subprocess.Popen(
             command, stdout=messages, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT
@@ -76,9 +77,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_an_engine_loads_what_an_engine_of_another_container_has_saved(folder: Path) -> None:
-    tool("unshare")
     with server(folder) as path:
         assert engine(path, "save") == "[1, 2, 3]"
+        assert engine(path, "load") == "[1, 2, 3]"
+    with server(folder) as path:  # from disk
         assert engine(path, "load") == "[1, 2, 3]"
 
 
@@ -139,22 +141,41 @@ def vllm(path: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-@pytest.mark.vllm
-def test_an_engine_in_a_new_container_finds_what_the_last_one_has_saved(
-    folder: Path, tiny_llama: Path
-) -> None:
-    def counted(name: str) -> int:
-        look = run(sys.executable, "-m", "kvstrata", *stats, environment=environment())
-        (found,) = json.loads(look.stdout)["servers"]
-        return int(found["report"]["counters"].get(name, 0))
-
+@pytest.fixture(scope="module")
+def answered(
+    tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path
+) -> Iterator[tuple[Path, str]]:
+    """The socket of a server to which an engine has saved a prompt, and what it has answered."""
+    folder = tmp_path_factory.mktemp("vllm") / "run"
+    folder.mkdir(mode=0o700)
     with server(folder) as path:
-        stats = ("stats", "--socket", str(path), "--json")
         with vllm(path, tiny_llama) as first:
             computed = inside(first, ASK)
             assert computed.returncode == 0, computed.stderr
-            eventually(lambda: counted("kvstrata_saved_blocks_total") == 8, "not saved")
-        with vllm(path, tiny_llama) as second:
-            loaded = inside(second, ASK)
-        assert loaded.stdout == computed.stdout
-        assert counted("kvstrata_loaded_blocks_total") == 8
+            eventually(lambda: counted(path, "kvstrata_saved_blocks_total") == 8, "not saved")
+        yield path, computed.stdout
+
+
+def counted(path: Path, name: str) -> int:
+    look = ("stats", "--socket", str(path), "--json")
+    done = run(sys.executable, "-m", "kvstrata", *look, environment=environment())
+    (found,) = json.loads(done.stdout)["servers"]
+    return int(found["report"]["counters"].get(name, 0))
+
+
+@pytest.mark.vllm
+def test_an_engine_saves_to_the_server_of_another_container(answered: tuple[Path, str]) -> None:
+    path, tokens = answered
+    assert len(json.loads(tokens)) == 4
+    assert counted(path, "kvstrata_saved_blocks_total") == 8
+
+
+@pytest.mark.vllm
+def test_an_engine_in_a_new_container_finds_what_the_last_one_has_saved(
+    answered: tuple[Path, str], tiny_llama: Path
+) -> None:
+    path, tokens = answered
+    with vllm(path, tiny_llama) as second:
+        loaded = inside(second, ASK)
+    assert loaded.stdout == tokens
+    assert counted(path, "kvstrata_loaded_blocks_total") == 8

@@ -57,7 +57,7 @@ SERVED: Final = {"clear", "drain", "inspect", "stats", "top", "warm"}
 LOOKED_AT: Final = {
     "check": "reads a disk tier of a server that has ended; tests/cli/test_check.py",
     "demo": "takes minutes; tests/cli/test_demo.py",
-    "doctor": "writes to the disks of the settings; tests/cli/test_program.py",
+    "doctor": "run, below, with settings that this machine can hold",
     "gc": "asks a bucket; tests/remote",
     "page": "runs until it is stopped; tests/page",
     "replay": "run by test_docs.py",
@@ -149,6 +149,15 @@ def test_commands_of_operators_do_what_they_say_at_a_server(tmp_path: Path) -> N
 
 def once(words: list[str]) -> list[str]:
     return ["--once"] if words[1] == "top" else []
+
+
+def test_doctor_finds_no_problem(tmp_path: Path) -> None:
+    (command,) = (each for each in of("kvstrata") if each.words[1] == "doctor")
+    file = tmp_path / command.words[-1]
+    file.write_text(f"tiers: host:64MiB | disk:{tmp_path}/kv:64MiB\n")
+    done = run(sys.executable, "-m", *command.words, cwd=tmp_path, environment=environment())
+    assert done.returncode == 0, done.stdout
+    assert "0 problems" in done.stdout
 
 
 # --- vLLM ------------------------------------------------------------------------------------
