@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv servers demo test lint format unit nightly fuzz bench-vllm-hit clean
+.PHONY: help .venv servers demo test lint format unit nightly fuzz bench-vllm-hit docs references clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -24,7 +24,7 @@ help: ## List the targets
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-servers: .venv ## What the tests start: Redis, Prometheus, Mooncake, azurite, Chromium
+servers: .venv ## What the tests start: Redis, Prometheus, Mooncake, azurite, Chromium, systemd's checks
 	@scripts/test_servers.sh
 
 demo: .venv ## See the cache work, in a few minutes
@@ -63,5 +63,11 @@ fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
 bench-vllm-hit: .venv ## Time to first token in vLLM, with and without a cache hit
 	$(BIN)/python -m bench.vllm_hit
 
+references: .venv ## Write what is made from the code: pages of the reference, the dashboard
+	$(BIN)/python -m scripts.references
+
+docs: .venv ## Build the documentation into site/; a broken link, anchor or entry is an error
+	$(BIN)/properdocs build --quiet --config-file mkdocs.yml
+
 clean: ## Remove the environment and every cache
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

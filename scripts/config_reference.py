@@ -1,7 +1,5 @@
-"""Write docs/configuration.md from the model; with ``--check``, fail if it is not what is there."""
+"""docs/configuration.md: every setting, from the model. `make references` writes it."""
 
-import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -15,7 +13,7 @@ from kvstrata.core.remote_tiers import MooncakeTier, ObjectTier, ValkeyTier
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.core.units import exact_bytes
 
-PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+FILE: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 _HEAD: Final = """\
 # Configuration
@@ -42,7 +40,7 @@ A name that is not in the tables below is an error wherever it stands, and so is
 work. All errors are reported together, each with where it was set. `kvstrata doctor` checks the
 settings against the machine.
 
-The words of UCM and FlexKV are understood too: [Coming from UCM or FlexKV](migrating.md).
+The words of UCM and FlexKV are understood too: [Coming from LMCache, FlexKV or UCM](migrating.md).
 
 """
 
@@ -51,7 +49,9 @@ _TIERS: Final = """\
 
 The pipeline string names the tiers from the fastest to the slowest, with a bar between them:
 
-    host:8GiB | disk:/var/cache/kv:200GiB | shared:/mnt/kv:20TiB
+```text
+host:8GiB | disk:/var/cache/kv:200GiB | shared:/mnt/kv:20TiB
+```
 
 * `host` or `host:auto`: host memory, a quarter of what is available, at most 64 GiB.
 * `host:CAPACITY`: host memory of this capacity. It has to be available when the server starts.
@@ -68,13 +68,15 @@ that nodes share. `Cache` and `Posix` are read as `host` and `disk`. The same as
 `kv_connector_extra_config` take as well, with all settings of a tier, and which also holds paths
 with a bar or a comma in them:
 
-    tiers:
-      - kind: host
-        capacity: 8GiB
-      - kind: disk
-        paths: [/nvme0/kv, /nvme1/kv]
-        capacity: 2TiB
-        write_bytes_per_second: 500MiB
+```yaml
+tiers:
+  - kind: host
+    capacity: 8GiB
+  - kind: disk
+    paths: [/nvme0/kv, /nvme1/kv]
+    capacity: 2TiB
+    write_bytes_per_second: 500MiB
+```
 
 A capacity is a number of bytes, or a number and a unit: `KiB`, `MiB`, `GiB`, `TiB`, `PiB` are
 powers of 1024, `KB`, `MB`, `GB`, `TB`, `PB` are powers of 1000. `8G` is refused because it does
@@ -87,18 +89,24 @@ _EXAMPLES: Final = """\
 
 On vLLM's command line:
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStrataConnector",
-      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-      "kv_connector_extra_config": {"tiers": "host:8GiB"}}'
+```console
+$ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStrataConnector",
+    "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"tiers": "host:8GiB"}}'
+```
 
 In the environment:
 
-    KVSTRATA_TIERS='host:8GiB | disk:/var/cache/kv:200GiB'
+```console
+$ KVSTRATA_TIERS='host:8GiB | disk:/var/cache/kv:200GiB' kvstrata serve MODEL
+```
 
 In a file, with `KVSTRATA_CONFIG=/etc/kvstrata.yaml`, for an engine that joins a running server:
 
-    server: attached
-    socket: /run/kvstrata/kvstrata.sock
+```yaml
+server: attached
+socket: /run/kvstrata/kvstrata.sock
+```
 """
 
 
@@ -157,21 +165,3 @@ def _default(name: str, field: FieldInfo) -> str:
 
 def _code(text: str) -> str:
     return "`{}`".format(text.replace("|", "\\|"))
-
-
-def main() -> int:
-    """Write or check the page; 1 if the check finds it stale."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    page = render()
-    if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    sys.stderr.write(f"{PAGE} is stale: run scripts/config_reference.py\n")
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,6 @@
-"""Write docs/grafana-dashboard.json; with ``--check``, fail if it is not what is there."""
+"""docs/grafana-dashboard.json: the dashboard of all metrics. `make references` writes it."""
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -364,21 +362,3 @@ def _panel(panel: Panel, place: dict[str, int], number: int) -> dict[str, Any]:
             for i, query in enumerate(panel.queries)
         ],
     }
-
-
-def main() -> int:
-    """Write or check the file; 1 if the check finds it stale."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    board = render()
-    if not parser.parse_args().check:
-        FILE.write_text(board, encoding="utf-8")
-        return 0
-    if FILE.exists() and FILE.read_text(encoding="utf-8") == board:
-        return 0
-    sys.stderr.write(f"{FILE} is stale: run scripts/dashboard.py\n")
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,4 @@
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import yaml
@@ -11,20 +10,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
-def test_the_reference_page_is_what_the_model_says() -> None:
-    script = ROOT / "scripts" / "config_reference.py"
-    subprocess.run([sys.executable, script, "--check"], check=True, timeout=60)
-
-
 def test_the_reference_page_has_a_row_for_every_setting() -> None:
     for name in Config.model_fields:
         assert f"| `{name}` |" in PAGE
 
 
 def test_the_examples_of_the_reference_page_load(tmp_path: Path) -> None:
-    indented = [part.splitlines() for part in PAGE.split("\n\n") if part.startswith("    ")]
-    blocks = ["\n".join(line[4:] for line in block) for block in indented]
-    mappings = [block for block in blocks if block.startswith(("tiers:", "server:"))]
+    mappings = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert len(mappings) == 2
     for block in mappings:
         path = tmp_path / "example.yaml"

@@ -14,7 +14,7 @@ from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 from kvstrata.server.client import ManagerClient, observe
 from kvstrata.server.warming import Warmed, warm
 
-__all__ = ["Verbs", "WarmState"]
+__all__ = ["VERBS", "Verbs", "WarmState"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,27 +27,37 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class Clear(msgspec.Struct, forbid_unknown_fields=True):
+    """Give up blocks of a namespace, or of all; in a tier, or in all. ``dry_run`` counts alone."""
+
     namespace: _Namespace | None
     tier: Annotated[str, msgspec.Meta(max_length=256)] | None
     dry_run: bool
 
 
 class Pin(msgspec.Struct, forbid_unknown_fields=True):
+    """Keep the prompt that ``last_block`` ends from leaving for a time."""
+
     namespace: _Namespace
     last_block: _Key
     ttl_seconds: _Seconds
 
 
 class Unpin(msgspec.Struct, forbid_unknown_fields=True):
+    """End a pin before its time."""
+
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class Warm(msgspec.Struct, forbid_unknown_fields=True):
+    """Begin to bring a prompt up into host memory; ``/api/state`` tells how far it is."""
+
     namespace: _Namespace
     last_block: _Key
 
 
 class Drain(msgspec.Struct, forbid_unknown_fields=True):
+    """Get the server ready to be stopped, or, with false, take that back."""
+
     wanted: bool
 
 
@@ -75,9 +85,9 @@ class Verbs:
 
     def carry_out(self, verb: str, body: bytes) -> dict[str, Any]:
         """Do *verb* as *body* says; what came of it. ``ConfigError`` names what is wrong."""
-        kind, act = _VERBS.get(verb, (None, None))
+        kind, act = VERBS.get(verb, (None, None))
         if kind is None or act is None:
-            raise ConfigError(f"no verb {verb[:40]!r}", hint=f"there are {', '.join(_VERBS)}")
+            raise ConfigError(f"no verb {verb[:40]!r}", hint=f"there are {', '.join(VERBS)}")
         try:
             order = msgspec.json.decode(body, type=kind)
         except msgspec.MsgspecError as e:
@@ -144,7 +154,7 @@ class Verbs:
         return closing(observe(self._path, timeout_seconds=_ANSWER_SECONDS))
 
 
-_VERBS: Final[dict[str, tuple[Any, Callable[[Verbs, Any], dict[str, Any]]]]] = {
+VERBS: Final[dict[str, tuple[Any, Callable[[Verbs, Any], dict[str, Any]]]]] = {
     "clear": (Clear, Verbs._clear),
     "pin": (Pin, Verbs._pin),
     "unpin": (Unpin, Verbs._unpin),

@@ -1,0 +1,167 @@
+"""The manifests: what the schemas of Kubernetes say, and what they cannot know."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.deploy.files import (
+    DEPLOY,
+    UID,
+    kustomization,
+    manifest,
+    manifests,
+    pods,
+    run,
+    tool,
+)
+
+from kvstrata.core.config import Config
+from kvstrata.core.load import load_config
+from kvstrata.core.units import parse_bytes
+
+FOLDER = DEPLOY / "kubernetes"
+PODS = dict(pods())
+CONTAINERS = [
+    pytest.param(pod, container, id=f"{name}-{container['name']}")
+    for name, pod in PODS.items()
+    for container in pod["containers"]
+]
+
+
+def settings(folder: Path) -> Config:
+    file = folder / "kvstrata.yaml"
+    file.write_text(manifest("ConfigMap", "kvstrata")["data"]["kvstrata.yaml"])
+    return load_config({"config_file": str(file)}, environ={})
+
+
+@pytest.mark.parametrize("name", kustomization()["resources"])
+def test_the_schemas_of_kubernetes_know_every_field(name: str) -> None:
+    done = run(tool("kubernetes-validate"), "--strict", "--no-warn", str(FOLDER / name))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_file_is_applied_and_everything_is_in_one_namespace() -> None:
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(kustomization()["resources"]) == files
+    assert kustomization()["resources"][0] == "namespace.yaml"
+    for each in manifests()[1:]:
+        assert each["metadata"]["namespace"] == "kvstrata"
+
+
+@pytest.mark.parametrize(("pod", "container"), CONTAINERS)
+def test_a_container_has_limits_and_probes_and_no_privileges(
+    pod: dict[str, Any], container: dict[str, Any]
+) -> None:
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    security = container["securityContext"]
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert "memory" in container["resources"]["limits"]
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    ports = {port["name"] for port in container["ports"]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = container[probe].get("httpGet") or container[probe].get("tcpSocket")
+        assert asked is None or asked["port"] in ports
+
+
+def mount(pod: dict[str, Any], container: dict[str, Any], path: str) -> tuple[str, bool]:
+    """Where on the node *path* of *container* lies, and whether it can only be read."""
+    (found,) = (each for each in container["volumeMounts"] if each["mountPath"] == path)
+    (volume,) = (each for each in pod["volumes"] if each["name"] == found["name"])
+    on_node = Path(volume["hostPath"]["path"]) / found.get("subPath", "")
+    return str(on_node), found.get("readOnly", False)
+
+
+def test_server_and_engine_can_meet() -> None:
+    """At a directory of the node, as one user, each in namespaces of its own."""
+    server, engine = PODS["kvstrata-server"], PODS["vllm"]
+    assert mount(server, server["containers"][0], "/run/kvstrata") == ("/run/kvstrata/kv", False)
+    assert mount(engine, engine["containers"][0], "/run/kvstrata") == ("/run/kvstrata/kv", True)
+    for pod in (server, engine):
+        assert pod["securityContext"]["runAsUser"] == UID
+        assert not pod.keys() & {"hostUsers", "hostPID", "hostIPC", "hostNetwork"}
+
+
+def test_directories_of_the_node_are_made_for_the_server_alone() -> None:
+    server = PODS["kvstrata-server"]
+    (made,) = server["initContainers"]
+    assert f"--owner={UID}" in made["command"]
+    assert "--mode=0700" in made["command"]
+    assert made["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
+    of_node = {
+        str(Path(volume["hostPath"]["path"]) / Path(folder).name)
+        for folder in made["command"]
+        for each in made["volumeMounts"]
+        for volume in server["volumes"]
+        if folder.startswith(each["mountPath"]) and volume["name"] == each["name"]
+    }
+    used = {
+        mount(server, server["containers"][0], path)[0]
+        for path in ("/run/kvstrata", "/var/cache/kvstrata")
+    }
+    assert of_node == used
+
+
+def test_the_server_has_room_and_time_for_what_its_settings_say(tmp_path: Path) -> None:
+    config, pod = settings(tmp_path), PODS["kvstrata-server"]
+    (server,) = pod["containers"]
+    limit = parse_bytes(server["resources"]["limits"]["memory"] + "B")
+    assert isinstance(config.host_tier.capacity, int)
+    assert limit >= config.host_tier.capacity * 1.1
+    assert server["resources"]["requests"]["memory"] == server["resources"]["limits"]["memory"]
+    assert config.drain_timeout_seconds + 15 <= pod["terminationGracePeriodSeconds"]
+    assert config.disk_tier is not None
+    assert str(config.disk_tier.paths[0]) == "/var/cache/kvstrata"
+    (port,) = server["ports"]
+    assert config.metrics == f"0.0.0.0:{port['containerPort']}"
+
+
+def test_selectors_find_the_pods_that_they_mean() -> None:
+    labels = {}
+    for each in manifests():
+        if each["kind"] in {"DaemonSet", "Deployment"}:
+            template = each["spec"]["template"]["metadata"]["labels"]
+            labels[each["metadata"]["name"]] = template
+            assert each["spec"]["selector"]["matchLabels"].items() <= template.items()
+    for each in manifests():
+        if each["kind"] == "Service":
+            selected = [
+                n for n, have in labels.items() if each["spec"]["selector"].items() <= have.items()
+            ]
+            assert selected == [each["metadata"]["name"]]
+            (port,) = each["spec"]["ports"]
+            (container,) = PODS[selected[0]]["containers"]
+            assert port["targetPort"] in {p["name"] for p in container["ports"]}
+
+
+def test_nobody_is_reached_but_by_whom_a_policy_names() -> None:
+    policies = {
+        e["metadata"]["name"]: e["spec"] for e in manifests() if e["kind"] == "NetworkPolicy"
+    }
+    assert policies["nobody"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    named = {"app.kubernetes.io/name": "kvstrata-server"}
+    (ingress,) = policies["valkey"]["ingress"]
+    assert ingress["from"] == [{"podSelector": {"matchLabels": named}}]
+    for policy in policies.values():
+        for rule in [*policy.get("ingress", ()), *policy.get("egress", ())]:
+            assert rule["ports"]
+            assert rule.get("from") or rule.get("to")
+
+
+def test_nodes_share_the_valkey_that_is_there(tmp_path: Path) -> None:
+    tier = settings(tmp_path).lowest_tier
+    assert tier is not None
+    service = manifest("Service", "valkey")
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    (port,) = service["spec"]["ports"]
+    assert getattr(tier, "url", None) == f"valkey://{name}.{namespace}.svc:{port['port']}"
+
+
+def test_what_is_commented_out_is_yaml_too() -> None:
+    text = (FOLDER / "kustomization.yaml").read_text()
+    hidden = text[text.index("# images:") :].replace("# ", "", 1).replace("\n#", "\n")
+    images = yaml.safe_load(hidden)["images"]
+    assert {each["name"] for each in images} == {"kvstrata-server", "kvstrata-engine"}
