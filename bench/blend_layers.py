@@ -161,7 +161,7 @@ def ask_child(order: dict[str, Any]) -> Found:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         said, answer = Path(folder, "order.json"), Path(folder, "found.json")
         said.write_text(json.dumps(order), encoding="utf-8")
-        child = [sys.executable, "-m", "bench.blend_layers", "--child", said, answer]
+        child = [sys.executable, "-m", "bench.blend_layers", "--child", str(said), str(answer)]
         subprocess.run(child, stdout=sys.stderr, env=environment(), check=True)
         found = json.loads(answer.read_text(encoding="utf-8"))
     return Found(**{**found, "layers": tuple(found["layers"])})
