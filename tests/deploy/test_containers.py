@@ -104,6 +104,10 @@ request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.du
                                  {"Content-Type": "application/json"})
 print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["token_ids"])
 """
+FORGET = """
+import urllib.request
+urllib.request.urlopen("http://127.0.0.1:8000/reset_prefix_cache", data=b"", timeout=60)
+"""
 HEALTH = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"
 
 
@@ -126,7 +130,7 @@ def vllm(path: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
             command,
             stdout=messages,
             stderr=subprocess.STDOUT,
-            env=environment(KVSTRATA_PREFAULT="false"),
+            env=environment(KVSTRATA_PREFAULT="false", VLLM_SERVER_DEV_MODE="1"),
             cwd=ROOT,
         )
     try:
@@ -141,21 +145,6 @@ def vllm(path: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-@pytest.fixture(scope="module")
-def answered(
-    tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path
-) -> Iterator[tuple[Path, str]]:
-    """The socket of a server to which an engine has saved a prompt, and what it has answered."""
-    folder = tmp_path_factory.mktemp("vllm") / "run"
-    folder.mkdir(mode=0o700)
-    with server(folder) as path:
-        with vllm(path, tiny_llama) as first:
-            computed = inside(first, ASK)
-            assert computed.returncode == 0, computed.stderr
-            eventually(lambda: counted(path, "kvstrata_saved_blocks_total") == 8, "not saved")
-        yield path, computed.stdout
-
-
 def counted(path: Path, name: str) -> int:
     look = ("stats", "--socket", str(path), "--json")
     done = run(sys.executable, "-m", "kvstrata", *look, environment=environment())
@@ -164,18 +153,14 @@ def counted(path: Path, name: str) -> int:
 
 
 @pytest.mark.vllm
-def test_an_engine_saves_to_the_server_of_another_container(answered: tuple[Path, str]) -> None:
-    path, tokens = answered
-    assert len(json.loads(tokens)) == 4
-    assert counted(path, "kvstrata_saved_blocks_total") == 8
-
-
-@pytest.mark.vllm
-def test_an_engine_in_a_new_container_finds_what_the_last_one_has_saved(
-    answered: tuple[Path, str], tiny_llama: Path
+def test_an_engine_saves_to_the_server_of_another_container_and_loads_from_it(
+    folder: Path, tiny_llama: Path
 ) -> None:
-    path, tokens = answered
-    with vllm(path, tiny_llama) as second:
-        loaded = inside(second, ASK)
-    assert loaded.stdout == tokens
-    assert counted(path, "kvstrata_loaded_blocks_total") == 8
+    with server(folder) as path, vllm(path, tiny_llama) as container:
+        computed = inside(container, ASK)
+        assert computed.returncode == 0, computed.stderr
+        assert len(json.loads(computed.stdout)) == 4
+        eventually(lambda: counted(path, "kvstrata_saved_blocks_total") == 8, "not saved")
+        assert inside(container, FORGET).returncode == 0
+        assert inside(container, ASK).stdout == computed.stdout
+        assert counted(path, "kvstrata_loaded_blocks_total") == 8
