@@ -183,6 +183,10 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._copies.register_kv_caches(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._copies.half.begin_step(self._plan)
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self._copies.half.start_load(self._plan)
 
