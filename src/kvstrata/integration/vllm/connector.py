@@ -31,6 +31,7 @@ from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.engine_metrics import KVStrataPromMetrics, KVStrataStats
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.page_order import wanted_page_order
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
 
 if TYPE_CHECKING:
@@ -219,6 +220,10 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """In a recorded graph vLLM would call none of the hooks that come layer by layer."""
         return load_config(extra_config).load_mode == "layerwise"
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return wanted_page_order(vllm_config)
 
     # -- both --------------------------------------------------------------------------------
 

@@ -1,0 +1,37 @@
+"""The order of the KV cache that vLLM is asked for, and what vLLM makes of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvstrata.integration.vllm.connector import KVStrataConnector
+
+CONFIG: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=None))
+OLDER: Any = SimpleNamespace(cache_config=SimpleNamespace())
+
+
+def test_a_cpu_has_one_order_only() -> None:
+    assert KVStrataConnector.get_required_kvcache_layout(CONFIG) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "order"),
+    [
+        (None, KVCacheLayout.BLNHC),
+        (DeviceCapability(9, 0), KVCacheLayout.BLNHC),
+        (DeviceCapability(10, 0), KVCacheLayout.BLHNC),
+    ],
+)
+def test_blocks_are_outermost_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capability: DeviceCapability | None, order: KVCacheLayout
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "get_device_capability", lambda: capability)
+    asked = KVStrataConnector.get_required_kvcache_layout(CONFIG)
+    assert asked == order.name
+    assert order.is_block_outermost
+    assert KVStrataConnector.get_required_kvcache_layout(OLDER) is None
