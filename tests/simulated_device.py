@@ -8,8 +8,10 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.descriptors import Spans
 from kvstrata.transfer.driver import DeviceFault
 
@@ -140,8 +142,11 @@ class SimulatedEvent:
 class SimulatedPins:
     """Pins nothing."""
 
-    def pin(self, mapping: object, is_over: object) -> None:
-        return
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> bool:
+        return False
+
+    def used(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def let_go(self) -> None:
         return

@@ -6,6 +6,7 @@ overwrites nothing that is still read, and what is reported has happened.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Final, Protocol
 
@@ -27,8 +28,12 @@ _BATCH_BYTES: Final = 16 << 20  # after which a job looks whether it is to stop
 class Pins(Protocol):
     """Which host memory the device reaches by itself."""
 
-    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
-        """Make it reach *mapping*, which takes seconds, unless *is_over*; never raises."""
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> bool:
+        """Make it reach *mapping*, which takes seconds, unless *is_over*; whether it does now."""
+        ...
+
+    def used(self) -> AbstractContextManager[None]:
+        """Around copies: what is reached when they begin is reached until they have ended."""
         ...
 
     def let_go(self) -> None:
@@ -87,7 +92,7 @@ class StreamedDevice:
         self._driver.enter()
         after.wait()
         flight = Flight()
-        with queue.turn():
+        with queue.turn(), self._pins.used():
             try:
                 for batch in self._batches(runs):
                     if handle.stopping:
