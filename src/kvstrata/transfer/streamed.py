@@ -5,6 +5,7 @@ for its copies and waits until they have arrived. So a save reads nothing that i
 overwrites nothing that is still read, and what is reported has happened.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -21,6 +22,8 @@ from kvstrata.transfer.lanes import Handle
 from kvstrata.transfer.streams import CopyLimits, CopyQueue, Flight, Link
 
 __all__ = ["Pins", "StreamedDevice"]
+
+_log = logging.getLogger(__name__)
 
 _BATCH_BYTES: Final = 16 << 20  # after which a job looks whether it is to stop
 
@@ -129,8 +132,12 @@ class StreamedDevice:
             yield runs[first:]
 
     def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
-        self._driver.enter()
-        self._pins.pin(mapping, is_over)
+        try:
+            self._driver.enter()
+        except DeviceFault as e:
+            _log.warning("the host tier is not pinned: %s", e)
+        else:
+            self._pins.pin(mapping, is_over)
 
     def let_go(self) -> None:
         self._pins.let_go()

@@ -118,11 +118,8 @@ class WorkerHalf:
         kv_cache_config: KVCacheConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
-        opens: Callable[[list[list[torch.Tensor]]], PagedDevice] = open_device,
     ) -> None:
-        """*opens*: the device of pages. Raises ``ConfigError`` for a model or block size that is
-        not supported.
-        """
+        """Raises ``ConfigError`` for a model or block size that is not supported."""
         self.mapping: HostMapping | None = None
         self.geometry: DeviceGeometry = geometry_from_config(vllm_config, kv_cache_config)
         self._kv_cache_config = kv_cache_config
@@ -132,7 +129,6 @@ class WorkerHalf:
         self._group_bytes = tuple(group.rank_bytes(tokens) for group in groups)
         self._rank_bytes = self.geometry.rank_bytes(settings.tokens_per_block)
         self._clock = clock
-        self._opens = opens
         self._device: PagedDevice = _NO_DEVICE
         self._lanes = Lanes[Copied](threads=0)  # none is needed before there is a device
         self._fence: Event | None = None  # of what was launched before this step, once needed
@@ -150,7 +146,7 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's paged tensors; ``ConfigError`` if they are not as planned."""
         pages = pages_from_tensors(kv_caches, self.geometry, self._kv_cache_config)
-        self._device = self._opens(pages)
+        self._device = open_device(pages)
         self._lanes = Lanes[Copied](threads=self._device.copy_threads)
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -263,6 +259,14 @@ class WorkerHalf:
         """Stop copying; waits up to 5 s for a copy that runs."""
         if not self._lanes.close(_SHUTDOWN_SECONDS):
             _log.warning("a copy still runs %s s after shutdown", _SHUTDOWN_SECONDS)
+
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
+        """Make *mapping* fast to copy from and to: takes seconds, on a thread that has them."""
+        self._device.pin(mapping, is_over)
+
+    def let_go(self) -> None:
+        """No mapping is in use any more: what was pinned of it is to be unpinned."""
+        self._device.let_go()
 
     def slot_pages(self) -> SlotPages:
         """How the pages of this worker lie in a slot, of a model with one KV cache group."""
