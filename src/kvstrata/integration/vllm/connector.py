@@ -5,6 +5,7 @@ from kvstrata.integration.vllm.compat import check_vllm
 check_vllm()  # before anything is imported that this vLLM may lack
 
 import logging
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -223,7 +224,14 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return wanted_page_order(vllm_config)
+        """A wish. Beside other connectors there is none: ``MultiConnector`` takes it for a need.
+
+        It refuses to start where two need different orders, and tells nobody who asks but by
+        calling from its own method of this name.
+        """
+        asking = sys._getframe(1).f_code.co_name
+        is_alone = asking != cls.get_required_kvcache_layout.__name__
+        return wanted_page_order(vllm_config) if is_alone else None
 
     # -- both --------------------------------------------------------------------------------
 
