@@ -1,7 +1,9 @@
 """A worker half whose device copies on streams, as a GPU does: the same plans, the same reports."""
 
 import random
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,13 +11,22 @@ import numpy as np
 import pytest
 import torch
 from tests.simulated_device import SimulatedDevice, SimulatedPins
-from tests.vllm.plans import full, group, mla, model_folder, vllm_config
-from tests.vllm.test_worker_half import SERVER, Bench
+from tests.vllm.plans import full, group, mla, model_folder, tensors, vllm_config
+from tests.vllm.plans import plan as plan_of
+from tests.vllm.test_worker_half import PATIENCE_SECONDS, SERVER, Bench
 from vllm.config import VllmConfig
 
 from kvstrata.integration.vllm import worker
+from kvstrata.integration.vllm.geometry import geometry_from_config
 from kvstrata.integration.vllm.metadata import Load, Save, StepPlan
+from kvstrata.integration.vllm.ranks import Region
+from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
+from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.descriptors import PagePlace, PagePlaces
+from kvstrata.transfer.devices import NOW
+from kvstrata.transfer.driver import DeviceFault, Event
+from kvstrata.transfer.guarded import Copied, RankSlots, Run
+from kvstrata.transfer.lanes import Handle
 from kvstrata.transfer.streamed import StreamedDevice
 from kvstrata.transfer.streams import CopyLimits
 
@@ -153,3 +164,56 @@ def test_what_fails_on_the_device_is_a_load_that_failed(
     if fault == "lost":
         assert report.load_failed
         assert report.save_failed == {1: 0}
+
+
+class TwoAtOnce:
+    """A device whose first layer fails while the second is copied, which then ends well."""
+
+    copy_threads = 2
+    copies_at_once = False
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    def fence(self) -> Event:
+        return NOW
+
+    def load_job(
+        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
+    ) -> Callable[[Handle[Copied]], Copied]:
+        def job(handle: Handle[Copied]) -> Copied:
+            if layer == 0:
+                assert self.begun.wait(PATIENCE_SECONDS)
+                raise DeviceFault("the first layer")
+            self.begun.set()
+            time.sleep(0.05)  # the other one ends first
+            return Copied.WHOLE
+
+        return job
+
+    save_job = load_job
+
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
+        return
+
+    def let_go(self) -> None:
+        return
+
+
+def test_a_layer_that_ends_well_does_not_hide_one_that_failed(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "open_device", lambda _: TwoAtOnce())
+    planned = plan_of(config, group(full(), layers=2), layout="LBHNC", num_blocks=13)
+    region = Region(0, geometry_from_config(config, planned).rank_bytes(96))
+    half = WorkerHalf(WorkerSettings(region, 96, layerwise=True), config, planned)
+    half.register_kv_caches(tensors(planned))
+    half.mapping = HostMapping.create(1, -(-region.block_bytes // 4096) * 4096, SERVER)
+    half.start_load(StepPlan(SERVER, loads=[Load("request", 2, [4, 5, 6], [0], [0])]))
+    half.collect()
+    report = half.report()
+    assert report is not None
+    assert report.load_failed == {2}
+    assert half.take_invalid_blocks() == {4, 5, 6}
+    half.shutdown()
+    half.mapping.close()

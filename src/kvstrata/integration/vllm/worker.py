@@ -338,7 +338,8 @@ class WorkerHalf:
                 except Exception as e:  # noqa: BLE001 - thread top: that of one task of several
                     task.doubt = e
                 else:
-                    task.doubt = None if copied is Copied.WHOLE else copied.value
+                    if copied is not Copied.WHOLE:  # another layer's doubt is to stay
+                        task.doubt = copied.value
             return Copied.WHOLE
 
         handle = self._lanes.submit(job, lane)
