@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv servers demo test lint format unit nightly fuzz bench-vllm-hit docs references clean
+.PHONY: help .venv servers demo test lint format unit nightly fuzz gpu bench-vllm-hit docs references clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -59,6 +59,11 @@ SECONDS_OF_FUZZING ?= 60
 fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
 	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz.fuzz_frames -max_total_time=$(SECONDS_OF_FUZZING) \
 		-max_len=1024 -len_control=0
+
+# Not from .venv, whose torch is a CPU build.
+GPU_PYTHON ?= python3
+gpu: ## Tests and benches on this machine's GPU, with the PyTorch of GPU_PYTHON (python3); writes gpu.json
+	$(GPU_PYTHON) scripts/gpu.py --json gpu.json
 
 bench-vllm-hit: .venv ## Time to first token in vLLM, with and without a cache hit
 	$(BIN)/python -m bench.vllm_hit

@@ -174,3 +174,33 @@ def test_no_job_is_lost_with_many_threads_on_both_sides() -> None:
     assert len(ended) == len(accepted)
     assert set(ended) == set(accepted)
     assert all(h.outcome in {Outcome.DONE, Outcome.CANCELLED} for h in ended)
+
+
+def test_a_save_takes_one_thread_of_several_and_loads_take_all() -> None:
+    """A save may wait for the engine, which may take as long as a forward."""
+    lanes = Lanes[str](threads=3, saves=1)
+    go = threading.Event()
+    running: list[str] = []
+    changed = threading.Condition()
+
+    def job(name: str) -> Callable[[Handle[str]], str]:
+        def run(handle: Handle[str]) -> str:
+            with changed:
+                running.append(name)
+                changed.notify_all()
+            assert go.wait(PATIENCE_SECONDS)
+            return name
+
+        return run
+
+    saves = [lanes.submit(job(name), Lane.SAVE) for name in ("s1", "s2")]
+    with changed:
+        assert changed.wait_for(lambda: running == ["s1"], PATIENCE_SECONDS)
+    loads = [lanes.submit(job(name), Lane.LOAD) for name in ("l1", "l2", "l3")]
+    with changed:
+        assert changed.wait_for(lambda: sorted(running) == ["l1", "l2", "s1"], PATIENCE_SECONDS)
+    go.set()
+    for handle in (*saves, *loads):
+        assert lanes.wait_for(handle, PATIENCE_SECONDS)
+    assert sorted(running) == ["l1", "l2", "l3", "s1", "s2"]
+    assert lanes.close(PATIENCE_SECONDS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.vllm.driven import Engine
+from tests.vllm.plans import copiers
 
 from kvstrata.manager.manager import KVManager
 
@@ -24,7 +25,7 @@ class Copies:
         self._go = threading.Event()
         self._go.set()
         self._thread = threading.current_thread()
-        copier: Any = engine.runner.half._copiers[0]
+        copier: Any = copiers(engine.runner.half)[0]
         self._to_device, self._to_host = copier.copy_to_device, copier.copy_to_host
         copier.copy_to_device, copier.copy_to_host = self._load, self._save
 

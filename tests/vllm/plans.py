@@ -119,3 +119,9 @@ def tensors(
         None if kernel_block_size is None else [kernel_block_size],
     )
     return caches
+
+
+def copiers(half: object) -> Any:
+    """Of each KV cache group of a ``WorkerHalf`` on the CPU, to be broken by tests."""
+    device: Any = vars(half)["_device"]
+    return device.copiers

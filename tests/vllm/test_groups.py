@@ -10,7 +10,7 @@ import pytest
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
-from tests.vllm.plans import chunked, full, group, model_folder, sliding
+from tests.vllm.plans import chunked, copiers, full, group, model_folder, sliding
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.request import RequestStatus
 
@@ -129,7 +129,7 @@ def test_failed_loads_are_computed_instead(
     engine.serve("a", tokens, 2)
     engine.forget_device()
     engine.runner.soil()
-    copier: Any = engine.runner.half._copiers[-1]
+    copier: Any = copiers(engine.runner.half)[-1]
 
     def broken(device_blocks: Any, rows: Any) -> None:
         raise OSError("no")

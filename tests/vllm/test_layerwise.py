@@ -10,7 +10,7 @@ from tests.vllm.bench import Bench, prompt
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import LAYERS, continuation
 from tests.vllm.faults import Copies
-from tests.vllm.plans import chunked, full, group, sliding
+from tests.vllm.plans import chunked, copiers, full, group, sliding
 from vllm.v1.request import RequestStatus
 
 from kvstrata.core.errors import ConfigError
@@ -45,7 +45,7 @@ def test_of_a_whole_prompt_the_last_device_block_is_computed(bench: Bench) -> No
 
 def test_layers_are_loaded_and_saved_one_by_one(bench: Bench) -> None:
     engine = layerwise(bench)
-    copier: Any = engine.runner.half._copiers[0]
+    copier: Any = copiers(engine.runner.half)[0]
     loaded, saved = list[int | None](), list[int | None]()
     to_device, to_host = copier.copy_to_device, copier.copy_to_host
 
@@ -71,7 +71,7 @@ def test_a_layer_waits_for_its_own_load_only(bench: Bench) -> None:
     engine.serve("a", prompt(1, 60), 2)
     engine.forget_device()
     half = engine.runner.half
-    copier: Any = half._copiers[0]
+    copier: Any = copiers(half)[0]
     real, last, begun = copier.copy_to_device, threading.Event(), list[str]()
 
     def held(blocks: Any, rows: Any, layer: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, prompt
+from tests.vllm.plans import copiers
 from vllm.v1.request import RequestStatus
 
 from kvstrata.core.errors import ServerUnavailable
@@ -17,7 +18,7 @@ def test_failed_loads_are_computed_instead(bench: Bench, monkeypatch: pytest.Mon
     engine = bench.engine()
     engine.serve("a", prompt(1, 60), 2)
     engine.forget_device()
-    copier: Any = engine.runner.half._copiers[0]
+    copier: Any = copiers(engine.runner.half)[0]
 
     def broken(device_blocks: Any, rows: Any) -> None:
         raise OSError("no")
@@ -39,7 +40,7 @@ def test_a_load_that_failed_is_not_tried_again(
     engine = bench.engine()
     engine.serve("a", prompt(1, 60), 2)
     engine.forget_device()
-    copier: Any = engine.runner.half._copiers[0]
+    copier: Any = copiers(engine.runner.half)[0]
     real, tried = copier.copy_to_device, list[Any]()
 
     def broken(device_blocks: Any, rows: Any) -> None:
@@ -68,7 +69,7 @@ def test_abort_within_a_load_saves_nothing_of_what_has_not_arrived(
         raise OSError("no")
 
     monkeypatch.setattr(worker_module, "_COPY_HERE_BYTES", 0)
-    monkeypatch.setattr(engine.runner.half._copiers[0], "copy_to_device", broken)
+    monkeypatch.setattr(copiers(engine.runner.half)[0], "copy_to_device", broken)
     engine.add("b", prompt(1, 60), 2)
 
     def loads() -> bool:
@@ -90,7 +91,7 @@ def test_failed_saves_are_not_found_and_made_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = bench.engine()
-    copier: Any = engine.runner.half._copiers[0]
+    copier: Any = copiers(engine.runner.half)[0]
 
     def broken(device_blocks: Any, rows: Any) -> None:
         raise OSError("no")
@@ -110,7 +111,7 @@ def test_of_a_save_that_failed_half_way_the_first_half_is_kept(
 ) -> None:
     monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
     engine = bench.engine()
-    copier: Any = engine.runner.half._copiers[0]
+    copier: Any = copiers(engine.runner.half)[0]
     real, copied = copier.copy_to_host, list[Any]()
 
     def broken(device_blocks: Any, rows: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, prompt, start
 from tests.vllm.fake_runner import continuation
+from tests.vllm.plans import copiers
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -163,7 +164,7 @@ def test_line_that_breaks_while_workers_copy_costs_no_slot(
 ) -> None:
     """The workers stay: the slots that they write to are nobody else's until they have ended."""
     engine = bench.engine()
-    copier: Any = engine.runner.half._copiers[0]
+    copier: Any = copiers(engine.runner.half)[0]
     real, entered, go = copier.copy_to_host, threading.Event(), threading.Event()
 
     def held(device_blocks: Any, rows: Any) -> None:

@@ -98,8 +98,8 @@ class Rank:
 
     def gate(self) -> GatedCopier:
         half: Any = self.half
-        half._copiers = [GatedCopier(half._copiers[0])]
-        return half._copiers[0]  # type: ignore[no-any-return]  # Any, to reach into the half
+        half._device.copiers = [GatedCopier(half._device.copiers[0])]
+        return half._device.copiers[0]  # type: ignore[no-any-return]  # Any, to reach into the half
 
     def drain(self) -> tuple[set[str], set[str], WorkerReport]:
         """Everything that is reported until nothing is in flight."""

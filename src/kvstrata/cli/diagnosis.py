@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstrata import __version__
+from kvstrata.cli.gpu_copies import GpuCopies, has_gpu, measure_gpu
 from kvstrata.cli.round_trip import PROBE_BLOCK_BYTES, remote_round_trip, round_trip
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
@@ -89,6 +90,7 @@ def diagnose(config_file: Path | None, *, environ: Mapping[str, str] | None = No
         Finding("kvstrata", "ok", f"version {__version__}"),
         check_vllm(),
         check_torch(),
+        check_gpu(),
         check_hash_seed(python_hash_seed(environ)),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     ]
@@ -146,6 +148,19 @@ def check_torch() -> Finding:
         message = f"version {torch[1]}, and {engine[0]} {engine[1]} was built for {built_for}"
         return Finding("torch", "warning", message, f"install torch {built_for}")
     return Finding("torch", "ok", f"version {torch[1]}")
+
+
+def check_gpu(measure: Callable[[], GpuCopies] = measure_gpu) -> Finding:
+    """How blocks will be copied between this machine's GPU and the host tier."""
+    if not has_gpu():
+        return Finding("gpu", "ok", "none here: an engine on the CPU copies by itself")
+    if _installed("torch") is None:
+        return Finding("gpu", "ok", "not tried: torch is not installed")
+    found = measure()
+    if found.problem:
+        remedy = "look whether another program uses all of its memory; an engine tries it itself"
+        return Finding("gpu", "warning", f"not measured: {found.problem}", remedy)
+    return Finding("gpu", "ok", f"{found.name}: {found.report}")
 
 
 def check_hash_seed(seed: str | None) -> Finding:
@@ -269,7 +284,7 @@ def check_host(tier: HostTier) -> Iterator[Finding]:
     else:
         yield Finding("memory", "ok", message)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield check_locked_memory(limit, capacity, has_gpu=Path("/dev/nvidiactl").exists())
+    yield check_locked_memory(limit, capacity, has_gpu=has_gpu())
 
 
 def check_disk(tier: DiskTier) -> Iterator[Finding]:

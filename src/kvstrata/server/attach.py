@@ -34,11 +34,13 @@ class Attachment:
         *,
         patience_seconds: float,
         prefault: bool,
+        pin: Callable[[HostMapping, Callable[[], bool]], None] | None = None,
     ) -> None:
         """*mapped* is called, on the thread, with each new mapping before the server counts on it.
 
         It is called with None a moment after a server is gone, since the next one may need the
-        memory. An absent server is logged once it has been absent for *patience_seconds*.
+        memory. *pin* is called with each mapping after that, may take its time, and asks its second
+        argument whether to end early. An absent server is logged once it has been absent for *patience_seconds*.
         """
         self._path = path
         self._hello = hello
@@ -47,6 +49,7 @@ class Attachment:
         self._was_mapped = False
         self._keeps_memory = False
         self._prefault = prefault
+        self._pin = pin
         self._stop = threading.Event()
         self._client: ManagerClient | None = None
         self._thread = threading.Thread(target=self._run, name="kvstrata-attach", daemon=True)
@@ -96,6 +99,8 @@ class Attachment:
             client.submit(p.Mapped(0))
             if self._prefault:
                 mapping.touch(self._stop)
+            if self._pin is not None:
+                self._pin(mapping, self._stop.is_set)
             while not self._stop.is_set():
                 client.poll(3600.0)
         finally:

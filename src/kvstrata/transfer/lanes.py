@@ -49,10 +49,12 @@ class Lanes(Generic[T]):
 
     * Every job that was not refused leaves through ``poll`` exactly once.
     * A lane holds at most *limit* jobs that have not been polled; more are refused.
+    * At most *saves* of the threads are in a save: the others are there for loads.
     """
 
-    def __init__(self, *, threads: int = 1, limit: int = 4096) -> None:
+    def __init__(self, *, threads: int = 1, saves: int = 1, limit: int = 4096) -> None:
         self._limit: Final = limit
+        self._saves: Final = saves
         self._lock = threading.Lock()  # guards everything below
         self._work = threading.Condition(self._lock)
         self._ended_some = threading.Condition(self._lock)
@@ -158,6 +160,7 @@ class Lanes(Generic[T]):
         with self._lock:
             self._running.discard(handle)
             self._end(handle, outcome)
+            self._work.notify()  # a save may be what this one was in the way of
 
     def _admit(self, handle: Handle[T], lane: Lane) -> bool:
         if not self._open or self._held[lane] >= self._limit:
@@ -170,13 +173,19 @@ class Lanes(Generic[T]):
     def _take(self) -> tuple[Handle[T], Callable[[Handle[T]], T]] | None:
         """The next job, marked as running; None once closed."""
         with self._lock:
-            self._work.wait_for(lambda: not self._open or any(self._queues.values()))
-            if not self._open:
+            self._work.wait_for(lambda: not self._open or self._next_lane() is not None)
+            if not self._open or (lane := self._next_lane()) is None:
                 return None
-            queue = self._queues[Lane.LOAD] or self._queues[Lane.SAVE]
-            entry = queue.popleft()
+            entry = self._queues[lane].popleft()
             self._running.add(entry[0])
             return entry
+
+    def _next_lane(self) -> Lane | None:
+        """The lane whose first job may start now."""
+        if self._queues[Lane.LOAD]:
+            return Lane.LOAD
+        running = sum(self._lane_of[handle] is Lane.SAVE for handle in self._running)
+        return Lane.SAVE if self._queues[Lane.SAVE] and running < self._saves else None
 
     def _end(self, handle: Handle[T], outcome: Outcome) -> None:
         handle.outcome = outcome

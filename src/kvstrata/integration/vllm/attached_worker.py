@@ -45,6 +45,7 @@ class AttachedWorker:
             self._set_mapping,
             patience_seconds=self._config.start_timeout_seconds,
             prefault=self._config.prefault,
+            pin=self.half.pin,
         )
 
     def shutdown(self) -> None:
@@ -52,6 +53,9 @@ class AttachedWorker:
         self.half.shutdown()
         if self._attachment is not None:
             self._attachment.close()
+        self.half.let_go()
 
     def _set_mapping(self, mapping: HostMapping | None) -> None:
         self.half.mapping = mapping
+        if mapping is None:
+            self.half.let_go()

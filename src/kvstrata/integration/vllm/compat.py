@@ -138,10 +138,11 @@ SURFACE: Final[Surface] = {
     },
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorBase_V1": (
-            "_get_connector_metadata _kv_transfer_config bind_gpu_block_pool build_connector_meta "
+            "_get_connector_metadata _kv_transfer_config bind_connector_metadata "
+            "bind_gpu_block_pool build_connector_meta "
             "build_connector_worker_meta build_kv_connector_stats build_prom_metrics "
             "get_block_ids_with_load_errors get_kv_connector_stats get_num_new_matched_tokens "
-            "get_transfer_results has_pending_block_frees has_pending_push_work on_new_request "
+            "get_required_kvcache_layout get_transfer_results has_pending_block_frees has_pending_push_work on_new_request "
             "register_kv_caches request_finished requires_kv_delivery "
             "requires_piecewise_for_cudagraph reset_cache save_kv_layer shutdown start_load_kv "
             "take_events update_connector_output update_state_after_alloc wait_for_layer_load "

@@ -5,6 +5,7 @@ from kvstrata.integration.vllm.compat import check_vllm
 check_vllm()  # before anything is imported that this vLLM may lack
 
 import logging
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +32,7 @@ from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.engine_metrics import KVStrataPromMetrics, KVStrataStats
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.page_order import wanted_page_order
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
 
 if TYPE_CHECKING:
@@ -183,6 +185,10 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._copies.register_kv_caches(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._copies.half.begin_step(self._plan)
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self._copies.half.start_load(self._plan)
 
@@ -215,6 +221,17 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """In a recorded graph vLLM would call none of the hooks that come layer by layer."""
         return load_config(extra_config).load_mode == "layerwise"
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """A wish. Beside other connectors there is none: ``MultiConnector`` takes it for a need.
+
+        It refuses to start where two need different orders, and tells nobody who asks but by
+        calling from its own method of this name.
+        """
+        asking = sys._getframe(1).f_code.co_name
+        is_alone = asking != cls.get_required_kvcache_layout.__name__
+        return wanted_page_order(vllm_config) if is_alone else None
 
     # -- both --------------------------------------------------------------------------------
 

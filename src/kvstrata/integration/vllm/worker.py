@@ -15,7 +15,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, ServerUnavailable
+from kvstrata.core.errors import InvariantViolated, KVStrataError, ServerUnavailable
 from kvstrata.integration.vllm.blend.slots import SlotPages
 from kvstrata.integration.vllm.geometry import (
     DeviceGeometry,
@@ -26,9 +26,9 @@ from kvstrata.integration.vllm.layerwise import LayerJobs
 from kvstrata.integration.vllm.metadata import NULL_BLOCK, Load, Save, StepPlan, WorkerReport
 from kvstrata.integration.vllm.ranks import Region
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.transfer.cpu import CpuPageCopier
-from kvstrata.transfer.device import DeviceCopier
-from kvstrata.transfer.guarded import Copied, RankSlots, Run, load_job, save_job, split_runs
+from kvstrata.transfer.devices import PagedDevice, PagewiseDevice, open_device
+from kvstrata.transfer.driver import Event
+from kvstrata.transfer.guarded import Copied, RankSlots, Run, split_runs
 from kvstrata.transfer.lanes import Handle, Lane, Lanes, Outcome
 
 __all__ = ["WorkerHalf", "WorkerSettings"]
@@ -39,6 +39,7 @@ _IDLE_WAIT_SECONDS: Final = 0.002  # vLLM would sleep 1 ms before its next empty
 _SHUTDOWN_SECONDS: Final = 5.0
 _SAVE_PIECE_BYTES: Final = 16 << 20  # a load waits for one piece of a save at most
 _COPY_HERE_BYTES: Final = 16 << 20  # of loads in an idle step; takes no longer than the idle wait
+_NO_DEVICE: Final = PagewiseDevice([])  # before the caches are registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class _Task:
 
 _Begin = tuple[_Task, Callable[[], list[_Piece]]]  # a task, and what splits it
 _Copy = tuple[_Task, RankSlots, list[Run]]  # a part of a task
+_MakeJob = Callable[..., Callable[[Handle[Copied]], Copied]]  # of a ``PagedDevice``
 
 
 class WorkerHalf:
@@ -127,8 +129,9 @@ class WorkerHalf:
         self._group_bytes = tuple(group.rank_bytes(tokens) for group in groups)
         self._rank_bytes = self.geometry.rank_bytes(settings.tokens_per_block)
         self._clock = clock
-        self._copiers: list[DeviceCopier] = []  # of each group
-        self._lanes = Lanes[Copied](threads=1)
+        self._device: PagedDevice = _NO_DEVICE
+        self._lanes = Lanes[Copied](threads=0)  # none is needed before there is a device
+        self._fence: Event | None = None  # of what was launched before this step, once needed
         self._loads: dict[int, _Task] = {}  # by task id, oldest first
         self._tasks_of: dict[Handle[Copied], list[_Task]] = {}
         self._layer_loads: LayerJobs | None = None  # of this step
@@ -143,13 +146,13 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's paged tensors; ``ConfigError`` if they are not as planned."""
         pages = pages_from_tensors(kv_caches, self.geometry, self._kv_cache_config)
-        device = pages[0][0].device.type
-        if device != "cpu":
-            raise ConfigError(
-                f"KV cache on {device!r}: this version of KVStrata copies on 'cpu' only",
-                hint="run vLLM without the connector (drop --kv-transfer-config)",
-            )
-        self._copiers = [CpuPageCopier([page.numpy() for page in group]) for group in pages]
+        self._device = open_device(pages)
+        self._lanes = Lanes[Copied](threads=self._device.copy_threads)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward of *plan* is launched: its loads need not wait for that."""
+        is_needed = plan.loads or (plan.saves and self._settings.layerwise)
+        self._fence = self._device.fence() if is_needed else None
 
     def start_load(self, plan: StepPlan) -> None:
         """Begin the plan's loads (vLLM ``start_load_kv``), and in an idle step its saves.
@@ -159,7 +162,8 @@ class WorkerHalf:
         self._idle = plan.idle
         deadline = self._clock() + self._settings.load_timeout_seconds
         slots = sum(len(load.slots) for load in plan.loads)
-        self._copy_here = plan.idle and slots * self._rank_bytes <= _COPY_HERE_BYTES
+        is_small = slots * self._rank_bytes <= _COPY_HERE_BYTES
+        self._copy_here = plan.idle and is_small and self._device.copies_at_once
         loads: list[_Begin] = []
         for load in plan.loads:
             task = _Task(load.task_id, load.request_id, deadline, load.device_blocks)
@@ -170,7 +174,7 @@ class WorkerHalf:
             self._layer_loads.start_all()
         else:
             for task, pieces in loads:
-                self._start(task, plan.server_id, pieces)
+                self._start(task, plan.server_id, pieces, self._before_step)
         if plan.idle:
             self._start_saves(plan)
 
@@ -192,15 +196,25 @@ class WorkerHalf:
 
     def start_save(self, plan: StepPlan) -> None:
         """Begin the plan's saves (vLLM ``wait_for_save``): this step's forward has written."""
-        jobs, self._layer_saves = self._layer_saves, None
+        jobs, self._layer_saves, self._fence = self._layer_saves, None, None
         if jobs is not None:
             jobs.start_all()
         elif not plan.idle:
             self._start_saves(plan)
 
     def _start_saves(self, plan: StepPlan) -> None:
+        if not plan.saves:
+            return
+        launched = self._device.fence()  # with the forward of this step
         for task, pieces in self._saves_of(plan):
-            self._start(task, plan.server_id, pieces)
+            self._start(task, plan.server_id, pieces, launched)
+
+    @property
+    def _before_step(self) -> Event:
+        """What was launched before this step's forward, or up to now if nobody asked then."""
+        if self._fence is None:
+            self._fence = self._device.fence()
+        return self._fence
 
     def _saves_of(self, plan: StepPlan) -> Iterator[_Begin]:
         for save in plan.saves:
@@ -246,20 +260,30 @@ class WorkerHalf:
         if not self._lanes.close(_SHUTDOWN_SECONDS):
             _log.warning("a copy still runs %s s after shutdown", _SHUTDOWN_SECONDS)
 
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
+        """Make *mapping* fast to copy from and to: takes seconds, on a thread that has them."""
+        self._device.pin(mapping, is_over)
+
+    def let_go(self) -> None:
+        """No mapping is in use any more: what was pinned of it is to be unpinned."""
+        self._device.let_go()
+
     def slot_pages(self) -> SlotPages:
         """How the pages of this worker lie in a slot, of a model with one KV cache group."""
         (group,), (per_slot,) = self.geometry.groups, self._per_slot
         return SlotPages(self._settings.region.start_bytes, group.page_bytes, per_slot)
 
-    def _start(self, task: _Task, server_id: bytes, split: Callable[[], list[_Piece]]) -> None:
+    def _start(
+        self, task: _Task, server_id: bytes, split: Callable[[], list[_Piece]], after: Event
+    ) -> None:
         """Submit *task*; if that is impossible it has failed, and is reported as any other."""
-        make_job, lane = (save_job, Lane.SAVE) if task.is_save else (load_job, Lane.LOAD)
+        make_job, lane = self._maker(is_save=task.is_save)
         here = self._copy_here and not task.is_save
         begin = self._lanes.run if here else self._lanes.submit
         try:
             slots = self._host_side(server_id)
             for piece in split():
-                handle = begin(make_job(self._copiers, slots, piece.runs), lane)
+                handle = begin(make_job(slots, piece.runs, after), lane)
                 if handle.outcome is Outcome.REFUSED:
                     self._fail(task, "too many copies are waiting", len(task.jobs))
                     break
@@ -272,12 +296,17 @@ class WorkerHalf:
         if task.pending == 0:
             self._finish(task)
 
+    def _maker(self, *, is_save: bool) -> tuple[_MakeJob, Lane]:
+        device = self._device
+        return (device.save_job, Lane.SAVE) if is_save else (device.load_job, Lane.LOAD)
+
     def _layer_jobs(self, tasks: list[_Begin], server_id: bytes) -> LayerJobs:
         """Jobs for all layers of *tasks*, which are all loads or all saves.
 
         A task with nothing to copy, or that cannot be copied, has ended at once.
         """
         layers = self.geometry.layers
+        after = self._before_step
         copies: list[_Copy] = []
         for task, split in tasks:
             task.is_shared = True
@@ -294,23 +323,23 @@ class WorkerHalf:
             if task.pending == 0:
                 self._finish(task)
         return LayerJobs(
-            layers, lambda layer: [self._submit_layer(layer, batch) for batch in batches]
+            layers, lambda layer: [self._submit_layer(layer, batch, after) for batch in batches]
         )
 
-    def _submit_layer(self, layer: int, batch: "list[_Copy]") -> Handle[Copied]:
-        is_save = batch[0][0].is_save
-        make_job, lane = (save_job, Lane.SAVE) if is_save else (load_job, Lane.LOAD)
+    def _submit_layer(self, layer: int, batch: "list[_Copy]", after: Event) -> Handle[Copied]:
+        make_job, lane = self._maker(is_save=batch[0][0].is_save)
 
         def job(handle: Handle[Copied]) -> Copied:
             for task, slots, runs in batch:
                 if task.doubt is not None:
                     continue
                 try:
-                    copied = make_job(self._copiers, slots, runs, layer)(handle)
+                    copied = make_job(slots, runs, after, layer)(handle)
                 except Exception as e:  # noqa: BLE001 - thread top: that of one task of several
                     task.doubt = e
                 else:
-                    task.doubt = None if copied is Copied.WHOLE else copied.value
+                    if copied is not Copied.WHOLE:  # another layer's doubt is to stay
+                        task.doubt = copied.value
             return Copied.WHOLE
 
         handle = self._lanes.submit(job, lane)
@@ -333,7 +362,7 @@ class WorkerHalf:
 
     def _host_side(self, server_id: bytes) -> RankSlots:
         mapping = self.mapping
-        if not self._copiers:
+        if self._device is _NO_DEVICE:
             raise InvariantViolated("a plan came before the KV caches were registered")
         if mapping is None or mapping.server_id != server_id:
             raise ServerUnavailable("the host tier of the plan is not mapped here")

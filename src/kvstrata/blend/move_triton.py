@@ -1,0 +1,185 @@
+"""Tokens' KV from the pages of a source into those of a cache, keys turned on the way: one kernel.
+
+What ``kvstrata.blend.position`` says in torch, without what lies between: each element is read once
+and written once. Pages are read as vLLM lays them out, by strides, K before V of each head.
+"""
+
+import math
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvstrata.core.errors import InvariantViolated
+
+__all__ = ["Moves", "Rope", "move_tokens"]
+
+_FLOATING: Final = (torch.float32, torch.bfloat16, torch.float16)
+_QUANTISED: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOAT_BITS: Final = 23  # of the fraction of a float32
+_ROUNDS: Final = 1.5 * 2**_FLOAT_BITS  # numbers around it are whole
+
+
+class Rope(NamedTuple):
+    """How a layer's keys are turned; fields as in ``PositionCorrector``."""
+
+    table: torch.Tensor  # (positions, rotary_dim): cosines, then sines
+    is_neox: bool
+    first_dim: int = 0
+
+
+class Moves(NamedTuple):
+    """Tokens that are moved: int64 tensors (tokens,) on the device of the cache.
+
+    A slot is a page times its tokens and the place in it, as in vLLM.
+    """
+
+    source_slots: torch.Tensor
+    target_slots: torch.Tensor
+    source_positions: torch.Tensor
+    target_positions: torch.Tensor
+
+
+@triton.jit
+def _turn(source, target, pair, COUNT: tl.constexpr):
+    """Cosines and sines of the angles from one row of the table to another."""
+    is_pair = pair < COUNT
+    cos_from = tl.load(source + pair, is_pair, 1.0).to(tl.float32)
+    sin_from = tl.load(source + COUNT + pair, is_pair, 0.0).to(tl.float32)
+    cos_to = tl.load(target + pair, is_pair, 1.0).to(tl.float32)
+    sin_to = tl.load(target + COUNT + pair, is_pair, 0.0).to(tl.float32)
+    squared = cos_from * cos_from + sin_from * sin_from
+    cos = (cos_to * cos_from + sin_to * sin_from) / squared
+    sin = (sin_to * cos_from - cos_to * sin_from) / squared
+    return cos, sin
+
+
+@triton.jit
+def _rounded(x, most, smallest, shift, DROPPED: tl.constexpr):
+    """To even, to a number of a type that lacks bits: conversions do not round alike everywhere."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)) & -(1 << DROPPED)
+    x = tl.where(tl.abs(x) < smallest, x + shift - shift, bits.to(tl.float32, bitcast=True))
+    return tl.minimum(tl.maximum(x, -most), most)
+
+
+@triton.jit
+def _move(
+    source,
+    target,
+    table,
+    source_slots,
+    target_slots,
+    source_positions,
+    target_positions,
+    source_page,  # strides in elements, and tokens of a page
+    source_head,
+    source_token,
+    source_tokens,
+    target_page,
+    target_head,
+    target_token,
+    target_tokens,
+    table_row,
+    most,  # largest finite number of the cache's type
+    smallest,  # that has all of its bits
+    shift,  # added and taken away again, it rounds those that are smaller
+    ROTARY: tl.constexpr,
+    FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PADDED: tl.constexpr,
+    DROPPED: tl.constexpr,  # bits of a float32 that a quantised type lacks; 0 if it is not one
+):
+    token, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(source_slots + token)
+    at = source + slot // source_tokens * source_page + slot % source_tokens * source_token
+    at += head * source_head
+    slot = tl.load(target_slots + token)
+    to = target + slot // target_tokens * target_page + slot % target_tokens * target_token
+    to += head * target_head
+
+    place = tl.arange(0, PADDED)
+    is_kept = (place < WHOLE) & ((place < FIRST) | (place >= FIRST + ROTARY))
+    tl.store(to + place, tl.load(at + place, is_kept), is_kept)
+
+    pair = tl.arange(0, PAIRS)
+    is_pair = pair < ROTARY // 2
+    if IS_NEOX:
+        left = FIRST + pair
+        right = left + ROTARY // 2
+    else:
+        left = FIRST + 2 * pair
+        right = left + 1
+    before = tl.load(source_positions + token)
+    after = tl.load(target_positions + token)
+    cos, sin = _turn(table + before * table_row, table + after * table_row, pair, ROTARY // 2)
+    old_left = tl.load(at + left, is_pair, 0.0)
+    old_right = tl.load(at + right, is_pair, 0.0)
+    x = old_left.to(tl.float32)
+    y = old_right.to(tl.float32)
+    x, y = x * cos - y * sin, y * cos + x * sin
+    if DROPPED:
+        x = _rounded(x, most, smallest, shift, DROPPED)
+        y = _rounded(y, most, smallest, shift, DROPPED)
+    moves = before != after
+    tl.store(to + left, tl.where(moves, x.to(old_left.dtype), old_left), is_pair)
+    tl.store(to + right, tl.where(moves, y.to(old_left.dtype), old_right), is_pair)
+
+
+def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: Rope) -> None:
+    """Write the KV of tokens in *source* to other places of *cache*, as they are at new positions.
+
+    Tokens whose position stays are copied bit by bit. Quantised elements are turned as numbers and
+    rounded again, to the largest finite one where a turn makes them larger: a scale that both have
+    in common changes nothing of that.
+
+    Args:
+        source: (pages, heads, tokens, K and V) with any strides but the last, which is 1; float32,
+            bfloat16, float16, or float8.
+        cache: The same, of the same dtype.
+    """
+    _check(source, cache, rope)
+    tokens, heads = len(moves.source_slots), source.shape[1]
+    if not tokens:
+        return
+    rotary_dim = rope.table.shape[1]
+    numbers = torch.finfo(cache.dtype)
+    grid: Any = _move[(tokens, heads)]
+    grid(
+        source,
+        cache,
+        rope.table,
+        *moves,
+        *source.stride()[:3],
+        source.shape[2],
+        *cache.stride()[:3],
+        cache.shape[2],
+        rope.table.stride(0),
+        numbers.max,
+        numbers.smallest_normal,
+        _ROUNDS * numbers.smallest_normal * numbers.eps,
+        ROTARY=rotary_dim,
+        FIRST=rope.first_dim,
+        WHOLE=source.shape[3],
+        IS_NEOX=rope.is_neox,
+        PAIRS=triton.next_power_of_2(max(1, rotary_dim // 2)),
+        PADDED=triton.next_power_of_2(source.shape[3]),
+        DROPPED=_FLOAT_BITS + int(math.log2(numbers.eps)) if cache.dtype in _QUANTISED else 0,
+    )
+
+
+def _check(source: torch.Tensor, cache: torch.Tensor, rope: Rope) -> None:
+    for name, pages in (("source", source), ("cache", cache)):
+        if pages.ndim != 4 or pages.stride(3) != 1 or pages.dtype not in _FLOATING + _QUANTISED:
+            raise InvariantViolated(f"{name} of shape {tuple(pages.shape)} and {pages.dtype}")
+    if (source.shape[1], source.shape[3], source.dtype) != (
+        cache.shape[1],
+        cache.shape[3],
+        cache.dtype,
+    ):
+        raise InvariantViolated(f"{tuple(source.shape)} into {tuple(cache.shape)}")
+    if rope.first_dim + rope.table.shape[1] > source.shape[3]:
+        raise InvariantViolated(f"heads of {source.shape[3]} elements for {rope.table.shape[1]}")

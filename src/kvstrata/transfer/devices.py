@@ -1,0 +1,124 @@
+"""What copies the device blocks of a worker: chosen by the kind of device that they are on.
+
+A module ``<kind>_device`` beside this one is used for that kind of device, and says how with
+``open_device``. Any other kind gets the portable copies of ``torch_pages``.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Final, Protocol
+
+from kvstrata.storage.mapping import HostMapping
+from kvstrata.transfer.device import DeviceCopier
+from kvstrata.transfer.driver import Event
+from kvstrata.transfer.guarded import Copied, RankSlots, Run, load_job, save_job
+from kvstrata.transfer.lanes import Handle
+
+__all__ = ["NOW", "PagedDevice", "PagewiseDevice", "open_device"]
+
+Pages = Sequence[Sequence[Any]]
+"""By group and layer: uint8 tensors (num_blocks, page_bytes), each page contiguous."""
+
+
+class PagedDevice(Protocol):
+    """The device blocks of one worker, by KV cache group: makes the jobs that copy them.
+
+    A job runs on a thread of ``Lanes``. It raises, or returns ``WHOLE`` if and only if all bytes
+    have arrived; either way nothing of it goes on when it has ended.
+    """
+
+    @property
+    def copy_threads(self) -> int:
+        """How many jobs should run side by side, one save among them at most."""
+        ...
+
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether a job begins at once, whatever the engine has launched before it."""
+        ...
+
+    def fence(self) -> Event:
+        """What was launched up to now by the engine, whose thread calls this; never waits."""
+        ...
+
+    def load_job(
+        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
+    ) -> Callable[[Handle[Copied]], Copied]:
+        """A job that copies *runs* to the device once *after* is over, or one layer of them."""
+        ...
+
+    def save_job(
+        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
+    ) -> Callable[[Handle[Copied]], Copied]:
+        """A job that copies *runs* to the host; arguments as above."""
+        ...
+
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
+        """Make *mapping* fast to copy from and to; may take seconds, ends early if *is_over*."""
+        ...
+
+    def let_go(self) -> None:
+        """The mapping that was pinned is of no use any more."""
+        ...
+
+
+class _Now:
+    """Nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+NOW: Final = _Now()
+
+
+class PagewiseDevice:
+    """A ``PagedDevice`` whose copiers do the work themselves, a run of blocks at a time."""
+
+    copy_threads: Final = 1
+
+    def __init__(self, copiers: Sequence[DeviceCopier], engine: Event = NOW) -> None:
+        """*copiers*: one a group; *engine*: waits for all that is launched when it is asked."""
+        self.copiers = list(copiers)
+        self._engine = engine
+        self.copies_at_once = engine is NOW
+
+    def fence(self) -> Event:
+        return self._engine
+
+    def load_job(
+        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
+    ) -> Callable[[Handle[Copied]], Copied]:
+        return _after(after, load_job(self.copiers, slots, runs, layer))
+
+    def save_job(
+        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
+    ) -> Callable[[Handle[Copied]], Copied]:
+        return _after(after, save_job(self.copiers, slots, runs, layer))
+
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
+        """Its copies are not made by a device."""
+
+    def let_go(self) -> None:
+        """There is nothing that it holds."""
+
+
+def _after(
+    event: Event, job: Callable[[Handle[Copied]], Copied]
+) -> Callable[[Handle[Copied]], Copied]:
+    def run(handle: Handle[Copied]) -> Copied:
+        event.wait()
+        return job(handle)
+
+    return run
+
+
+def open_device(pages: Pages) -> PagedDevice:
+    """The device that *pages* are on."""
+    kind = pages[0][0].device.type
+    name = f"{__package__}.{kind}_device"
+    if find_spec(name) is None:
+        name = f"{__package__}.torch_pages"
+    opened: PagedDevice = importlib.import_module(name).open_device(pages)
+    return opened

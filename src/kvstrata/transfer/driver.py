@@ -1,0 +1,50 @@
+"""What copies on streams need of a device: streams of their own, and events to wait for.
+
+A stream runs what it is given in order, some time later. Whatever goes wrong on a device may be
+told by any later call, for work of anybody's: it raises ``DeviceFault``.
+"""
+
+from typing import Protocol
+
+from kvstrata.core.errors import KVStrataError
+from kvstrata.transfer.descriptors import Spans
+
+__all__ = ["CopyStream", "DeviceFault", "Driver", "Event"]
+
+
+class DeviceFault(KVStrataError):
+    """The device did not do what it was asked; nothing it was asked to copy may be believed."""
+
+    code = "device"
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def wait(self) -> None:
+        """Block the calling thread, and no other, until the stream has come so far."""
+        ...
+
+
+class CopyStream(Protocol):
+    """A stream for copies of one direction. For one thread at a time."""
+
+    def copy(self, spans: Spans) -> None:
+        """Copy *spans* some time later, in any order; the arrays may go at once."""
+        ...
+
+    def record(self) -> Event:
+        """The point behind all that was given to this stream so far."""
+        ...
+
+
+class Driver(Protocol):
+    """One device of this process."""
+
+    def enter(self) -> None:
+        """Make the calling thread one that may use this device; may be called again."""
+        ...
+
+    def fence(self) -> Event:
+        """The point behind all that the engine has launched. For the engine's thread; never waits."""
+        ...

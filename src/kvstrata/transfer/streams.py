@@ -1,0 +1,117 @@
+"""Copies on streams: in chunks, few of them at a time, saves behind loads.
+
+A device copies in the order in which it is asked and knows no priorities on its link. So it is
+asked for little at a time: two chunks of a job, of which one is under way while the next waits, so
+that the link is never idle. What comes in between waits for two chunks at most.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+from kvstrata.transfer.descriptors import Spans, chunks
+from kvstrata.transfer.driver import CopyStream, Event
+
+__all__ = ["CopyLimits", "CopyQueue", "Flight", "Link"]
+
+
+class CopyLimits(NamedTuple):
+    """How much is asked of a device at a time."""
+
+    chunk_bytes: int = 4 << 20  # 80 to 160 µs of a link of PCIe 5 or 4
+    chunk_spans: int = 4096
+    chunks_in_flight: int = 2  # of one job
+    patience_seconds: float = 0.005  # that a chunk of a save waits for loads: they may never pause
+
+
+class Flight:
+    """Copies that a device was asked for, oldest first. For one thread."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+
+    def add(self, event: Event) -> None:
+        self._events.append(event)
+
+    def wait(self, but: int = 0) -> None:
+        """Until all have arrived, or all *but* that many.
+
+        If it raises, none of them may be believed, and none is under way any more.
+        """
+        fault: Exception | None = None
+        while len(self._events) > (0 if fault else but):
+            try:
+                self._events.popleft().wait()
+            except Exception as e:  # noqa: BLE001 - raised below, once the others have ended too
+                fault = fault or e
+        if fault is not None:
+            raise fault
+
+
+class Link:
+    """Whether loads use the link of a device; saves make way for them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._loads = 0
+        self._free = threading.Condition()  # guards it
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        with self._free:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._loads -= 1
+                self._free.notify_all()
+
+    def wait_free(self, timeout_seconds: float) -> bool:
+        """Block until no load runs; False if the time ran out first."""
+        with self._free:
+            return self._free.wait_for(lambda: not self._loads, timeout_seconds)
+
+
+class CopyQueue:
+    """The stream of one direction, which the jobs of several threads share."""
+
+    def __init__(
+        self,
+        stream: CopyStream,
+        link: Link,
+        *,
+        is_load: bool,
+        limits: CopyLimits = CopyLimits(),  # noqa: B008 - immutable
+    ) -> None:
+        self._stream = stream
+        self._link = link
+        self._is_load = is_load
+        self.limits: Final = limits
+        self._lock = threading.Lock()  # held while the stream is given something
+
+    def submit(self, spans: Spans, flight: Flight) -> None:
+        """Ask for *spans*, whose events are added to *flight*; returns before they have arrived.
+
+        Raises what the device says. Wait for *flight* then, too.
+        """
+        limits = self.limits
+        for chunk in chunks(spans, limits.chunk_bytes, limits.chunk_spans):
+            if not self._is_load:
+                self._link.wait_free(limits.patience_seconds)
+            flight.wait(but=limits.chunks_in_flight - 1)
+            with self._lock:
+                try:
+                    self._stream.copy(chunk)
+                finally:  # some of it may be under way
+                    flight.add(self._stream.record())
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around a job: saves make way for those that load."""
+        if self._is_load:
+            with self._link.loading():
+                yield
+        else:
+            yield

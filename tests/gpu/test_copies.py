@@ -1,0 +1,55 @@
+"""Copies between a GPU's cache and the host tier: bytes, order, and what is not there."""
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from bench.gpu import GEOMETRIES, Bed, Geometry
+
+from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, find_copy_call, loop_entry
+from kvstrata.transfer.cuda_measure import is_rocm
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: g.name)
+def test_every_byte_is_back(geometry: Geometry, by_kernel: bool) -> None:
+    with closing(Bed(geometry, torch.device("cuda", 0), 96 * MIB)) as bed:
+        device: Any = bed.device
+        for queue in (device._loads, device._saves):
+            queue._stream.kernel_bytes = 1 << 62 if by_kernel else 0
+        bed.check()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES[:2], ids=lambda g: g.name)
+def test_the_driver_without_batches_copies_the_same(geometry: Geometry) -> None:
+    with closing(Bed(geometry, torch.device("cuda", 0), 96 * MIB)) as bed:
+        device: Any = bed.device
+        call = LoopCopy(loop_entry(is_rocm=is_rocm()), is_rocm=is_rocm())
+        for queue in (device._loads, device._saves):
+            queue._stream._copy_call = call
+        bed.check()
+
+
+def test_memory_that_is_not_pinned_is_copied_too() -> None:
+    with closing(Bed(GEOMETRIES[0], torch.device("cuda", 0), 96 * MIB)) as bed:
+        bed.device.let_go()
+        bed.check()
+
+
+def test_a_save_reads_what_the_engine_has_launched() -> None:
+    with closing(Bed(GEOMETRIES[0], torch.device("cuda", 0), 96 * MIB)) as bed:
+        for value in range(1, 9):
+            torch.cuda._sleep(50_000_000)  # tens of milliseconds
+            bed.cache.fill_(value)
+            bed.copy(is_load=False)
+            used = bed.geometry.row_bytes * bed.geometry.per_slot
+            assert (bed.mapping.data[:, :used] == value).all()
+
+
+def test_this_driver_has_batches() -> None:
+    if is_rocm():
+        pytest.skip("they are CUDA's")
+    assert isinstance(find_copy_call(is_rocm=False), BatchCopy)

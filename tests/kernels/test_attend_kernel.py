@@ -1,0 +1,112 @@
+"""The kernel that attends by position: against attention over all keys, masked."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstrata.blend import attend_triton
+from kvstrata.blend.attend_triton import PagedKV, attend
+from kvstrata.core.errors import InvariantViolated
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+class Case(NamedTuple):
+    """Some tokens of a prompt, and its pages."""
+
+    dtype: torch.dtype
+    kv_heads: int
+    heads_each: int
+    key_size: int
+    value_size: int
+    page_tokens: int
+    tokens: int
+    heads_first: bool
+    quantised: bool
+    block: int  # queries of a program, and keys at a time
+    seed: int
+
+
+cases = st.builds(
+    Case,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kv_heads=st.integers(1, 2),
+    heads_each=st.integers(1, 3),
+    key_size=st.sampled_from([3, 8, 16, 24]),
+    value_size=st.sampled_from([1, 8, 16, 20]),
+    page_tokens=st.integers(1, 7),
+    tokens=st.integers(1, 70),
+    heads_first=st.booleans(),
+    quantised=st.booleans(),
+    block=st.sampled_from([16, 32]),
+    seed=st.integers(0, 1 << 16),
+)
+
+
+def reference(
+    queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """float32; keys and values are (tokens, heads, elements)."""
+    scores = torch.einsum("qhd,thd->hqt", queries.float(), keys) * 0.3
+    later = torch.arange(len(keys), device=keys.device) > positions[:, None]
+    shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return torch.einsum("hqt,thd->qhd", shares, values)
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(cases)
+def test_it_is_attention_of_what_stands_before(device: torch.device, case: Case) -> None:
+    torch.manual_seed(case.seed)
+    chance = np.random.default_rng(case.seed)
+    used = -(-case.tokens // case.page_tokens)
+    inner = (case.kv_heads, case.page_tokens)
+    elements = case.key_size + case.value_size
+    shape = (used + 2, *(inner if case.heads_first else inner[::-1]), elements)
+    stored = torch.float8_e4m3fn if case.quantised else case.dtype
+    made = torch.randn(shape).to(stored).to(device)
+    cache = made if case.heads_first else made.transpose(1, 2)
+    pages = torch.from_numpy(chance.permutation(used + 2)[:used].astype(np.int32)).to(device)
+    kv = PagedKV(cache, pages, case.key_size)
+    if case.quantised:
+        kv = kv._replace(key_scale=0.7, value_scale=1.9)
+    count = int(chance.integers(1, case.tokens + 1))
+    positions = torch.from_numpy(chance.permutation(case.tokens)[:count]).to(device)
+    heads = case.kv_heads * case.heads_each
+    queries = torch.randn(count, heads, case.key_size, device=device).to(case.dtype)
+    tokens = cache[pages.long()].float().transpose(1, 2).reshape(-1, case.kv_heads, elements)
+    tokens = tokens[: case.tokens].repeat_interleave(case.heads_each, dim=1)
+    keys, values = tokens.split([case.key_size, case.value_size], dim=2)
+    expected = reference(queries, positions, keys * kv.key_scale, values * kv.value_scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend_triton, "_QUERIES", case.block)
+        patch.setattr(attend_triton, "_KEYS", case.block)
+        if device.type == "cpu":  # the interpreter multiplies the bits of bfloat16 as numbers
+            patch.setitem(attend_triton._FACTORS, torch.bfloat16, tl.float32)
+        found = attend(queries, positions, kv, 0.3)
+    assert found.dtype == case.dtype
+    error = (found.float() - expected).abs().max().item()
+    assert error <= TOLERANCE[case.dtype] * max(1.0, values.abs().max().item())
+
+
+def test_no_query_is_no_work_and_what_does_not_fit_is_refused(device: torch.device) -> None:
+    kv = PagedKV(torch.zeros(2, 2, 4, 16, device=device), torch.arange(2, device=device), 8)
+    queries = torch.zeros(3, 4, 8, device=device)
+    positions = torch.arange(3, device=device)
+    assert attend(queries[:0], positions[:0], kv, 1.0).shape == (0, 4, 8)
+    wrong = [
+        (queries[0], positions, kv),
+        (queries.double(), positions, kv),
+        (queries[:, :3], positions, kv),
+        (queries[..., :7], positions, kv),
+        (queries, positions[:2], kv),
+        (queries, positions, kv._replace(key_size=16)),
+        (queries, positions, kv._replace(cache=kv.cache[..., ::2])),
+    ]
+    for each in wrong:
+        with pytest.raises(InvariantViolated):
+            attend(*each, 1.0)

@@ -1,0 +1,150 @@
+"""The kernel that moves tokens and turns their keys: against ``kvstrata.blend.position``."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstrata.blend.move_triton import Moves, Rope, move_tokens
+from kvstrata.blend.position import PositionCorrector
+from kvstrata.core.errors import InvariantViolated
+
+POSITIONS = 64
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Case(NamedTuple):
+    """Tokens of one paged cache, moved into another."""
+
+    dtype: torch.dtype
+    heads: int
+    pairs: int
+    first_dim: int
+    rest: int  # elements of a key behind those that are turned
+    values: int
+    page_tokens: int
+    heads_first: bool
+    is_neox: bool
+    table_dtype: torch.dtype
+    scale: float  # of the table, as YaRN has it
+    seed: int
+
+
+def cases(dtypes: tuple[torch.dtype, ...]) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        dtype=st.sampled_from(dtypes),
+        heads=st.integers(1, 3),
+        pairs=st.integers(1, 9),
+        first_dim=st.integers(0, 3),
+        rest=st.integers(0, 5),
+        values=st.integers(0, 9),
+        page_tokens=st.integers(1, 5),
+        heads_first=st.booleans(),
+        is_neox=st.booleans(),
+        table_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        scale=st.sampled_from([1.0, 1.35]),
+        seed=st.integers(0, 1 << 16),
+    )
+
+
+def paged(case: Case, pages: int, device: torch.device) -> torch.Tensor:
+    """Random pages in the order of the case: (pages, heads, tokens, elements)."""
+    whole = case.first_dim + 2 * case.pairs + case.rest + case.values
+    inner = (case.heads, case.page_tokens) if case.heads_first else (case.page_tokens, case.heads)
+    made = torch.randn(pages, *inner, whole).to(case.dtype).to(device)
+    return made if case.heads_first else made.transpose(1, 2)
+
+
+def table(case: Case, device: torch.device) -> torch.Tensor:
+    angles = torch.arange(POSITIONS)[:, None] / 10.0 ** (torch.arange(case.pairs) / case.pairs)
+    made = torch.cat([angles.cos(), angles.sin()], dim=1) * case.scale
+    return made.to(case.table_dtype).to(device)
+
+
+def by_token(pages: torch.Tensor) -> torch.Tensor:
+    """(slots, heads, elements)."""
+    return pages.transpose(1, 2).reshape(-1, pages.shape[1], pages.shape[3])
+
+
+def drawn(case: Case, pages: int, device: torch.device) -> tuple[Moves, np.ndarray, np.ndarray]:
+    chance = np.random.default_rng(case.seed)
+    slots = pages * case.page_tokens
+    tokens = int(chance.integers(1, slots + 1))
+    sources, targets = (chance.integers(0, POSITIONS, tokens) for _ in range(2))
+    targets[::3] = sources[::3]  # that stay where they are
+    columns = [chance.permutation(slots)[:tokens], chance.permutation(slots)[:tokens]]
+    on_device = [torch.from_numpy(n).to(device) for n in (*columns, sources, targets)]
+    return Moves(*on_device), sources, targets
+
+
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(cases((torch.float32, torch.bfloat16, torch.float16)))
+def test_keys_are_turned_as_by_the_reference(device: torch.device, case: Case) -> None:
+    torch.manual_seed(case.seed)
+    source, cache = paged(case, 4, device), paged(case, 4, device)
+    moves, sources, targets = drawn(case, 4, device)
+    rope = Rope(table(case, device), case.is_neox, case.first_dim)
+    corrector = PositionCorrector(
+        rope.table, rotary_dim=2 * case.pairs, is_neox=case.is_neox, first_dim=case.first_dim
+    )
+    old = by_token(source)[moves.source_slots]
+    expected = by_token(cache).clone()
+    expected[moves.target_slots] = corrector.correct(old, sources, targets)
+    move_tokens(source, cache, moves, rope)
+    found = by_token(cache)
+    error = (found.float() - expected.float()).abs().max().item()
+    assert error <= TOLERANCE[case.dtype] * max(1.0, old.float().abs().max().item())
+    stays = moves.target_slots[moves.source_positions == moves.target_positions]
+    assert torch.equal(found[stays], expected[stays])
+    kept = torch.ones(found.shape[2], dtype=torch.bool, device=device)
+    kept[case.first_dim : case.first_dim + 2 * case.pairs] = False
+    assert torch.equal(found[..., kept], expected[..., kept])
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(cases(FP8))
+def test_quantised_keys_are_turned_and_rounded_again(device: torch.device, case: Case) -> None:
+    torch.manual_seed(case.seed)
+    source, cache = paged(case, 3, device), paged(case, 3, device)
+    moves, sources, targets = drawn(case, 3, device)
+    rope = Rope(table(case, device), case.is_neox, case.first_dim)
+    corrector = PositionCorrector(
+        rope.table, rotary_dim=2 * case.pairs, is_neox=case.is_neox, first_dim=case.first_dim
+    )
+    old = by_token(source.float())[moves.source_slots]
+    exact = corrector.correct(old, sources, targets)
+    expected = exact.to(case.dtype).float()
+    move_tokens(source, cache, moves, rope)
+    found = by_token(cache.float())[moves.target_slots]
+    # The nearest number, but where two are as near but for float32's own rounding.
+    error, least = ((each - exact).abs() for each in (found, expected))
+    assert (error <= least + 1e-5 * exact.abs().clamp(min=1.0)).all()
+
+
+def test_a_turn_beyond_the_largest_number_stays_finite(device: torch.device) -> None:
+    for dtype in FP8:
+        most = torch.finfo(dtype).max
+        source = torch.full((1, 1, 1, 2), most, device=device).to(dtype)
+        cache = torch.zeros_like(source)
+        angles = torch.tensor([[0.0], [-np.pi / 4]], device=device)
+        rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=1), is_neox=True)
+        zero, one = (torch.tensor([n], device=device) for n in (0, 1))
+        move_tokens(source, cache, Moves(zero, zero, zero, one), rope)
+        assert cache.float().flatten().tolist() == pytest.approx([most, 0.0], abs=most * 0.01)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    pages = torch.zeros(2, 1, 2, 8, device=device)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    rope = Rope(torch.zeros(4, 8, device=device), is_neox=True)
+    move_tokens(pages, pages, Moves(none, none, none, none), rope)
+    for source in (pages[0], pages.double(), pages[..., ::2], pages.half(), pages[..., :6]):
+        with pytest.raises(InvariantViolated):
+            move_tokens(source, pages, Moves(none, none, none, none), rope)
+    with pytest.raises(InvariantViolated):
+        move_tokens(pages, pages, Moves(none, none, none, none), rope._replace(first_dim=1))

@@ -1,0 +1,160 @@
+"""How the driver of a GPU is asked for copies: by a driver made of Python, with C's calling rules."""
+
+import ctypes
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, batch_entry, find_copy_call
+from kvstrata.transfer.driver import DeviceFault
+
+STREAM = 0x1234
+
+
+def address_of(function: Any) -> int:
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+class FakeDriver:
+    """Copies at once, and notes how it was asked."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.status = status
+        self.batch = BatchCopy.SIGNATURE(self._batch)
+        self.loop = LoopCopy.SIGNATURE(self._loop)
+        self.loop_of_rocm = LoopCopy.SIGNATURE_OF_ROCM(self._loop_of_rocm)
+
+    def _batch(self, *arguments: Any) -> int:
+        targets, sources, lengths, count, attributes, firsts, kinds, refused, stream = arguments
+        order = attributes[0].source_access_order
+        self.asked.append((count, order, firsts[0], kinds, refused[0], stream))
+        columns = [(ctypes.c_uint64 * count).from_address(a) for a in (targets, sources, lengths)]
+        for target, source, length in zip(*columns, strict=True):
+            ctypes.memmove(target, source, length)
+        return self.status
+
+    def _loop(self, target: int, source: int, length: int, stream: int) -> int:
+        self.asked.append((length, stream))
+        ctypes.memmove(target, source, length)
+        return self.status
+
+    def _loop_of_rocm(self, target: int, source: int, length: int, kind: int, stream: int) -> int:
+        self.asked.append((length, kind, stream))
+        ctypes.memmove(target, source, length)
+        return self.status
+
+
+def copies() -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    source = np.random.default_rng(1).integers(0, 256, 64, np.uint8)
+    target = np.zeros(64, np.uint8)
+    at = np.array([40, 0, 8])
+    spans = target.ctypes.data + at, source.ctypes.data + at, np.array([24, 8, 16])
+    return source, target, spans
+
+
+def test_one_call_takes_all_spans() -> None:
+    fake = FakeDriver()
+    source, target, spans = copies()
+    source[24:40] = 0
+    BatchCopy(address_of(fake.batch))(*spans, STREAM)
+    assert np.array_equal(target, source)
+    assert fake.asked == [(3, 1, 0, 1, 0, STREAM)]
+
+
+def test_arrays_in_pieces_are_made_whole() -> None:
+    fake = FakeDriver()
+    source, target, spans = copies()
+    source[24:40] = 0
+    targets, sources, lengths = (np.repeat(column, 2)[::2] for column in spans)
+    assert not targets.flags.c_contiguous
+    BatchCopy(address_of(fake.batch))(targets, sources, lengths, STREAM)
+    assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize("is_rocm", [False, True])
+def test_without_it_each_span_is_a_call(is_rocm: bool) -> None:
+    fake = FakeDriver()
+    source, target, spans = copies()
+    source[24:40] = 0
+    entry = address_of(fake.loop_of_rocm if is_rocm else fake.loop)
+    LoopCopy(entry, is_rocm=is_rocm)(*spans, STREAM)
+    assert np.array_equal(target, source)
+    by_address = (4,) if is_rocm else ()
+    assert fake.asked == [(length, *by_address, STREAM) for length in (24, 8, 16)]
+
+
+def test_what_the_driver_refuses_is_a_fault() -> None:
+    fake = FakeDriver(status=719)
+    _, _, spans = copies()
+    with pytest.raises(DeviceFault, match="3 copies with CUDA error 719"):
+        BatchCopy(address_of(fake.batch))(*spans, STREAM)
+    with pytest.raises(DeviceFault, match="24 bytes was refused with GPU error 719"):
+        LoopCopy(address_of(fake.loop), is_rocm=False)(*spans, STREAM)
+    assert fake.asked[1:] == [(24, STREAM)]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, status: int, entry: int) -> list[tuple[Any, ...]]:
+    """Make it look as if cuda-bindings were there, with a driver that answers so."""
+    asked: list[tuple[Any, ...]] = []
+
+    def find(*arguments: Any) -> tuple[int, int, int]:
+        asked.append(arguments)
+        return status, entry, 0
+
+    package = ModuleType("cuda")
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver = SimpleNamespace(cuGetProcAddress=find)
+    monkeypatch.setitem(sys.modules, "cuda", package)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    return asked
+
+
+def test_the_batch_is_looked_up_as_of_the_version_whose_arguments_it_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeDriver()
+    asked = install(monkeypatch, 0, address_of(fake.batch))
+    assert isinstance(find_copy_call(is_rocm=False), BatchCopy)
+    assert asked == [(b"cuMemcpyBatchAsync", 12080, 0)]
+
+
+@pytest.mark.parametrize(("status", "entry"), [(500, 0), (0, 0)])
+def test_an_older_driver_lacks_it(monkeypatch: pytest.MonkeyPatch, status: int, entry: int) -> None:
+    install(monkeypatch, status, entry)
+    assert batch_entry() is None
+
+
+def test_without_bindings_and_without_a_gpu_nothing_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert batch_entry() is None
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    for is_rocm in (False, True):
+        with pytest.raises(DeviceFault, match="cannot be loaded"):
+            find_copy_call(is_rocm=is_rocm)
+
+
+@pytest.mark.parametrize("is_rocm", [False, True])
+def test_the_plain_copy_is_that_of_the_installed_library(
+    monkeypatch: pytest.MonkeyPatch, is_rocm: bool
+) -> None:
+    fake = FakeDriver()
+    library = SimpleNamespace(hipMemcpyAsync=fake.loop_of_rocm, cuMemcpyAsync=fake.loop)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    source, target, spans = copies()
+    source[24:40] = 0
+    find_copy_call(is_rocm=is_rocm)(*spans, STREAM)
+    assert np.array_equal(target, source)
