@@ -99,6 +99,11 @@ def _new(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(tokens)]
 
 
+def pairs_of(tokens: int) -> int:
+    """In a round of the mix: short prompts take little time, and noise is much of it."""
+    return max(1, 1200 // tokens)
+
+
 class Bench:
     def __init__(self, engines: dict[str, Engine], seed: int) -> None:
         self._engines = engines
@@ -134,7 +139,12 @@ def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair]]:
             for shape in MIX[-2:]:  # warms up
                 bench.pair(*shape, 0)
             documents = [bench.pair(PROMPT_TOKENS, SHARE, i) for i in range(options.rounds)]
-            mix = [bench.pair(*shape, i) for i in range(options.rounds // 2 + 1) for shape in MIX]
+            mix = [
+                bench.pair(*shape, i + again)
+                for i in range(options.rounds // 2 + 1)
+                for shape in MIX
+                for again in range(pairs_of(shape[0]))
+            ]
         finally:
             for engine in engines.values():
                 engine.close()
