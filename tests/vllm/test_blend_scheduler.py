@@ -45,6 +45,13 @@ def test_an_engine_that_cannot_blend_is_refused(
         refuse_engine(load_config({}, environ={}), config, plan(config, *groups))
 
 
+def test_an_engine_with_another_device_than_a_cpu_is_refused(folder: Path) -> None:
+    config = vllm_config(folder)
+    config.device_config.device_type = "cuda"
+    with pytest.raises(ConfigError, match="on CPUs alone so far, and this is cuda"):
+        refuse_engine(load_config({}, environ={}), config, plan(config, group(full())))
+
+
 def settings_of(path: Path, **settings: Any) -> dict[str, Any]:
     """Of an engine whose server is not there."""
     return {"server": "attached", "socket": str(path / "nobody"), **settings}

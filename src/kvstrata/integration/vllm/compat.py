@@ -89,6 +89,9 @@ SURFACE: Final[Surface] = {
         "CompilationConfig": "cudagraph_mode mode static_forward_context",
         "CompilationMode": "NONE",
     },
+    "vllm.config.device": {
+        "DeviceConfig": "device_type",
+    },
     "vllm.config.kv_events": {
         "KVEventsConfig": "enable_kv_cache_events",
     },
@@ -123,8 +126,9 @@ SURFACE: Final[Surface] = {
     },
     "vllm.config.vllm": {
         "VllmConfig": (
-            "attention_config cache_config compilation_config kv_events_config kv_transfer_config "
-            "load_config model_config parallel_config scheduler_config speculative_config"
+            "attention_config cache_config compilation_config device_config kv_events_config "
+            "kv_transfer_config load_config model_config parallel_config scheduler_config "
+            "speculative_config"
         ),
     },
     "vllm.distributed.kv_events": {
