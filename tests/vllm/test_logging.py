@@ -31,6 +31,7 @@ def test_a_line_is_written_once_also_where_the_root_logger_has_handlers(
     for setting in ("propagate", "level"):
         monkeypatch.setattr(ours, setting, getattr(ours, setting))
     monkeypatch.setattr(theirs, "propagate", False)
+    monkeypatch.setattr(theirs, "level", logging.INFO)  # as vLLM sets it up, once it does
     config = vllm_config(folder)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="KVStrataConnector",
