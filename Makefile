@@ -32,7 +32,7 @@ demo: .venv ## See the cache work, in a few minutes
 
 PROCESSES ?= 2
 test: lint servers ## Every check: lint, then the whole test suite, in PROCESSES (2) at a time
-	$(BIN)/pytest -m "not alone" --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not alone and not gpu" --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m alone
 
 lint: .venv ## Static checks

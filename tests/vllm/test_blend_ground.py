@@ -29,11 +29,11 @@ TWO_WORKERS = {
     params=[
         pytest.param(("float32", EAGER), id="float32"),
         pytest.param(("bfloat16", EAGER), id="bfloat16"),
-        pytest.param(("float32", COMPILED), id="float32-compiled"),
-        pytest.param(("float32", TWO_WORKERS), id="float32-two", marks=pytest.mark.alone),
         *(
             (
+                pytest.param(("float32", COMPILED), id="float32-compiled"),
                 pytest.param(("bfloat16", COMPILED), id="bfloat16-compiled"),
+                pytest.param(("float32", TWO_WORKERS), id="float32-two"),
                 pytest.param(("bfloat16", TWO_WORKERS), id="bfloat16-two"),
             )
             if is_nightly()
