@@ -40,7 +40,8 @@ class Attachment:
 
         It is called with None a moment after a server is gone, since the next one may need the
         memory. *pin* is called with each mapping after that, may take its time, and asks its second
-        argument whether to end early. An absent server is logged once it has been absent for *patience_seconds*.
+        argument whether to end early. An absent server is logged once it has been absent for
+        *patience_seconds*.
         """
         self._path = path
         self._hello = hello
