@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv servers demo test lint format unit nightly fuzz gpu bench-vllm-hit docs references clean
+.PHONY: help .venv servers demo test lint operations format unit nightly fuzz gpu bench-vllm-hit docs references clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -31,7 +31,7 @@ demo: .venv ## See the cache work, in a few minutes
 	$(BIN)/kvstrata demo
 
 PROCESSES ?= 2
-test: lint servers ## Every check: lint, then the whole test suite, in PROCESSES (2) at a time
+test: lint operations servers ## Every check: lint, operations, then the whole test suite, in PROCESSES (2) at a time
 	$(BIN)/pytest -m "not alone and not gpu" --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m alone
 
@@ -42,6 +42,9 @@ lint: .venv ## Static checks
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/budget.py src
 	$(BIN)/codespell
+
+operations: .venv ## Count the operations of the hot paths; fails when one has grown by more than 5 %
+	$(BIN)/python -m bench.operations --check
 
 format: .venv ## Let ruff fix and format the code
 	$(BIN)/ruff check --fix

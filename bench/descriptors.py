@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstrata.transfer.descriptors import HostRows, PagePlace, PagePlaces
 
-__all__ = ["CASES", "Case", "Sample", "failures", "markdown", "measure"]
+__all__ = ["CASES", "Case", "Sample", "failures", "markdown", "measure", "setting"]
 
 BOUND_NS: Final = 50.0
 PER_SLOT: Final = 16  # device blocks in a slot, whose rows are side by side
@@ -73,7 +73,7 @@ class Sample:
 
 
 def measure(case: Case, repetitions: int) -> list[Sample]:
-    places, blocks, rows = _setting(case)
+    places, blocks, rows = setting(case)
     spans = len(places.spans(blocks, rows).device)
     samples = []
     for repetition in range(repetitions + 1):
@@ -84,7 +84,7 @@ def measure(case: Case, repetitions: int) -> list[Sample]:
     return samples
 
 
-def _setting(case: Case) -> tuple[PagePlaces, np.ndarray, HostRows]:
+def setting(case: Case) -> tuple[PagePlaces, np.ndarray, HostRows]:
     num_blocks, row_bytes = 4 * case.blocks, case.layers * case.page_bytes
     if case.blocks_outermost:
         starts, stride = [i * case.page_bytes for i in range(case.layers)], row_bytes
