@@ -1,0 +1,1 @@
+"""Counts what the hot paths do, in operations: ``python -m bench.operations``."""
