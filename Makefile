@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv servers demo test lint operations format unit nightly fuzz gpu bench-vllm-hit docs references clean
+.PHONY: help .venv servers demo test lint operations format unit nightly fuzz gpu bench docs references clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -68,8 +68,16 @@ GPU_PYTHON ?= python3
 gpu: ## Tests and benches on this machine's GPU, with the PyTorch of GPU_PYTHON (python3); writes gpu.json
 	$(GPU_PYTHON) scripts/gpu.py --json gpu.json
 
-bench-vllm-hit: .venv ## Time to first token in vLLM, with and without a cache hit
-	$(BIN)/python -m bench.vllm_hit
+PROFILE ?= full
+OUTPUT ?= bench-results
+bench: .venv .venv/lmcache/.installed ## KVStrata beside its peers in vLLM: PROFILE full (an hour and more) or quick, into OUTPUT
+	$(BIN)/kvstrata bench --profile $(PROFILE) --lmcache .venv/lmcache --output $(OUTPUT)
+
+# In a folder of its own: it needs other versions of some packages than vLLM does.
+.venv/lmcache/.installed: bench/lmcache.lock .venv/.installed
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/lmcache -r bench/lmcache.lock
+	@touch $@
 
 references: .venv ## Write what is made from the code: pages of the reference, the dashboard
 	$(BIN)/python -m scripts.references

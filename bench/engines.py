@@ -105,7 +105,7 @@ def _kvstrata(order: Order, tiers: str, **settings: object) -> dict[str, Any]:
 def _native(order: Order, host_bytes: int, secondary: list[dict[str, Any]]) -> dict[str, Any]:
     extra: dict[str, Any] = {
         "spec_name": "CpuPagesSpec",
-        "spec_module_path": "native_tiering",
+        "spec_module_path": "kvstrata.bench.native_tiering",
         "cpu_bytes_to_use": host_bytes,
         "secondary_tiers": secondary,
     }

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstrata import __version__
+from kvstrata.cli.bench import bench
 from kvstrata.cli.check import check
 from kvstrata.cli.clear import clear
 from kvstrata.cli.demo import demo
@@ -48,6 +49,7 @@ app.command()(gc)
 app.command()(replay)
 app.command()(make_trace)
 app.command()(demo)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

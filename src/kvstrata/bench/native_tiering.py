@@ -5,7 +5,7 @@ copies with CUDA and refuses to be made on a CPU. Pages are copied as numpy byte
 call, the fastest way that was found here, so that the comparison flatters it.
 
 Used with ``OffloadingConnector`` and ``{"spec_name": "CpuPagesSpec", "spec_module_path":
-"native_tiering", "cpu_bytes_to_use": ...}``, this folder being on the path.
+"kvstrata.bench.native_tiering", "cpu_bytes_to_use": ...}``.
 """
 
 import time

@@ -1,0 +1,1 @@
+"""Measures KVStrata in vLLM beside its peers: the same prompts, in turn, on the same machine."""

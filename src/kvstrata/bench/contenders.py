@@ -1,0 +1,133 @@
+"""What is measured beside what: configurations of one and the same engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+__all__ = ["CONTENDERS", "Contender", "Deployment", "Service", "transfer_config"]
+
+Service = Literal["lmcache", "valkey", "kvstrata"]
+_MODULE: Final = "kvstrata.integration.vllm.connector"
+_BLEND_MODULE: Final = "kvstrata.integration.vllm.blend.connector"
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """How an engine is started."""
+
+    contender: str
+    folder: str  # for the files of this contender
+    model: str
+    engine_id: str
+    device_blocks: int | None  # None: as many as the engine itself chooses
+    roomy_blocks: int | None  # of a device cache that holds everything
+    host_bytes: int  # of host memory that holds everything
+    small_host_bytes: int  # of host memory that has to give to a tier below
+    disk_bytes: int
+    block_tokens: int | None
+    max_model_tokens: int
+    device_share: float  # of the memory of an accelerator
+    port: int = 0  # of its service
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to run the engine, and what it can be asked."""
+
+    title: str
+    tier: str = ""  # where hits outside the device come from: host, disk or remote
+    service: Service | None = None  # a process beside it
+    roomy: bool = False
+    blends: bool = False
+    longest_hit_tokens: int | None = None
+    remark: str = ""  # stands below every table with it
+
+    def can_hit(self, tier: str, tokens: int) -> bool:
+        longest = self.longest_hit_tokens
+        return tier == self.tier and (longest is None or tokens <= longest)
+
+
+CONTENDERS: Final = {
+    "none": Contender("no connector"),
+    "roomy": Contender(
+        "no connector, room for all",
+        roomy=True,
+        remark="its device cache holds everything: what no cache outside the device can be ahead of",
+    ),
+    "kvstrata": Contender("KVStrata", "host"),
+    "kvstrata-layerwise": Contender("KVStrata, layerwise", "host"),
+    "kvstrata-attached": Contender("KVStrata, attached server", "host", "kvstrata"),
+    "kvstrata-disk": Contender("KVStrata, disk", "disk"),
+    "kvstrata-remote": Contender("KVStrata, Valkey", "remote", "valkey"),
+    "kvstrata-blend": Contender("KVStrata, blended", "host", blends=True),
+    "native": Contender("vLLM tiering", "host"),
+    "native-disk": Contender("vLLM tiering, fs", "disk", remark="reads through the page cache"),
+    # It stores no more than the first step computes (max_num_batched_tokens), and the engine dies
+    # of the load.
+    "example": Contender(
+        "ExampleConnector",
+        "disk",
+        longest_hit_tokens=4096,
+        remark="files in the page cache, loaded in the step and not checked",
+    ),
+    "lmcache": Contender("LMCache", "host", "lmcache"),
+}
+
+
+def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | None:
+    """vLLM's ``kv_transfer_config``; None without a connector. *device* is the engine's."""
+    d = deployment
+    disk = f"{d.folder}/disk"
+    host, small_host = f"host:{d.host_bytes}", f"host:{d.small_host_bytes}"
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        "kvstrata": lambda: _kvstrata(tiers=host),
+        "kvstrata-layerwise": lambda: _kvstrata(tiers=host, load_mode="layerwise"),
+        "kvstrata-attached": lambda: _kvstrata(server="attached", socket=f"{d.folder}/server.sock"),
+        "kvstrata-disk": lambda: _kvstrata(tiers=f"{small_host} | disk:{disk}:{d.disk_bytes}"),
+        "kvstrata-remote": lambda: _kvstrata(tiers=f"{small_host} | valkey://127.0.0.1:{d.port}/0"),
+        "kvstrata-blend": lambda: (
+            _kvstrata(tiers=host, blend_audit_share=0)
+            | {"kv_connector": "BlendConnector", "kv_connector_module_path": _BLEND_MODULE}
+        ),
+        "native": lambda: _native(device, d.host_bytes, []),
+        "native-disk": lambda: _native(
+            device, d.small_host_bytes, [{"type": "fs", "root_dir": disk}]
+        ),
+        "example": lambda: {
+            "kv_connector": "ExampleConnector",
+            "kv_connector_extra_config": {"shared_storage_path": disk},
+        },
+        "lmcache": lambda: {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": str(d.port),
+            },
+        },
+    }
+    if d.contender not in makers:
+        return None
+    return makers[d.contender]() | {"engine_id": d.engine_id, "kv_role": "kv_both"}
+
+
+def _kvstrata(**settings: object) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVStrataConnector",
+        "kv_connector_module_path": _MODULE,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+
+
+def _native(device: str, host_bytes: int, secondary: list[dict[str, Any]]) -> dict[str, Any]:
+    extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
+    if device == "cpu":  # vLLM's own worker copies with CUDA only
+        extra |= {"spec_name": "CpuPagesSpec", "spec_module_path": "kvstrata.bench.native_tiering"}
+    elif secondary:
+        extra |= {"spec_name": "TieringOffloadingSpec"}
+    if device == "cpu" or secondary:
+        extra["secondary_tiers"] = secondary
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}

@@ -1,0 +1,246 @@
+"""The asking side of ``engine.py``: contenders as processes that stay up and take turns."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from kvstrata.bench.contenders import CONTENDERS, Deployment
+from kvstrata.bench.processes import Role, Usage, usage_of
+from kvstrata.bench.services import start_service
+from kvstrata.bench.traffic import (
+    Ask,
+    Counted,
+    Counters,
+    Order,
+    Ran,
+    Ready,
+    Reply,
+    Run,
+    Traffic,
+    WasReset,
+)
+from kvstrata.core.errors import KVStrataError
+from kvstrata.core.load import ENVIRONMENT_PREFIX
+
+__all__ = ["EngineFailed", "Member", "environment"]
+
+R = TypeVar("R", bound=Reply)
+
+_START_SECONDS: Final = 600.0  # a large model is read from a disk
+_REPLY_SECONDS: Final = 60.0
+_RUN_SECONDS: Final = 1800.0
+_END_SECONDS: Final = 60.0
+_SETTLE_SECONDS: Final = 20.0
+_LOOK_SECONDS: Final = 0.1  # ten ticks of the clock that /proc counts CPU time by
+_IDLE_CPU_SECONDS: Final = 0.011  # in that time: one tick
+_RESET_SECONDS: Final = 10.0
+_SHOWN_LINES: Final = 40
+
+
+class EngineFailed(KVStrataError):
+    """An engine of the bench has died or hangs."""
+
+    code = "bench_engine"
+
+
+class Member:
+    """One contender: its engine, and the servers that it needs."""
+
+    def __init__(self, name: str, deployment: Deployment, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.device = ""
+        self._deployment = deployment
+        self._environment = dict(environment)
+        self._log = Path(deployment.folder, "engine.log")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._service = self._start_service()
+        self._server_pids: list[int] = []
+        self._buffer = b""
+        try:
+            self._process = self._start()
+        except BaseException:
+            self._end_service()
+            raise
+
+    def wait_ready(self) -> None:
+        reply = self._receive(_START_SECONDS, Ready)
+        self.device = reply.device
+        self._server_pids = reply.server_pids
+
+    def run(self, traffic: Traffic) -> Ran:
+        self.begin(traffic)
+        return self.end()
+
+    def begin(self, traffic: Traffic) -> None:
+        """Start *traffic*; ``end`` waits for it."""
+        self._send(Run(traffic))
+
+    def end(self) -> Ran:
+        return self._receive(_RUN_SECONDS, Ran)
+
+    def counters(self) -> Counters:
+        return self._call(Ask("counters"), Counted).counters
+
+    def reset(self) -> None:
+        """Empty the device's prefix cache; saves may hold blocks for a moment."""
+        give_up = time.monotonic() + _RESET_SECONDS
+        while not self._call(Ask("reset"), WasReset).done:
+            if time.monotonic() > give_up:
+                raise EngineFailed(f"{self.name}: the prefix cache cannot be reset")
+            time.sleep(0.02)  # the engine goes on stepping until its saves have ended
+
+    def restart(self) -> None:
+        """End the engine and start it again; a server beside it stays, if it lives."""
+        self._stop()
+        if self._service is not None and self._service.poll() is not None:
+            self._service = self._start_service()
+        self._process = self._start()
+        self.wait_ready()
+
+    def kill_server(self) -> None:
+        """SIGKILL to the process that holds the cache, wherever it was started."""
+        for pid in self.server_pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @property
+    def port(self) -> int:
+        """Of the service beside it."""
+        return self._deployment.port
+
+    @property
+    def server_pids(self) -> list[int]:
+        service = [self._service.pid] if self._service is not None else []
+        return list({*service, *self._server_pids})
+
+    def usage(self) -> dict[Role, Usage]:
+        return usage_of(self._process.pid, self.server_pids)
+
+    def settle(self) -> None:
+        """Return when nothing is left to do: all is saved and written, and no CPU time is used."""
+        give_up = time.monotonic() + _SETTLE_SECONDS
+        before = self._cpu_seconds()
+        while time.monotonic() < give_up:
+            time.sleep(_LOOK_SECONDS)
+            now = self._cpu_seconds()
+            if now - before <= _IDLE_CPU_SECONDS and not self.counters().waiting:
+                return
+            before = now
+
+    def close(self) -> None:
+        self._stop()
+        self._end_service()
+
+    def _cpu_seconds(self) -> float:
+        return sum(usage.cpu_seconds for usage in self.usage().values())
+
+    def _start_service(self) -> subprocess.Popen[bytes] | None:
+        service = CONTENDERS[self.name].service
+        return start_service(service, self._deployment, self._environment) if service else None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._buffer = b""
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvstrata.bench.engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,  # one group with the processes that vLLM starts
+            )
+        self._write(process, msgspec.json.encode(self._deployment))
+        return process
+
+    def _stop(self) -> None:
+        process = self._process
+        for pipe in (process.stdin, process.stdout):
+            if pipe:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _end_service(self) -> None:
+        if self._service is None:
+            return
+        self._service.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._service.wait(_END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._service.pid, signal.SIGKILL)
+        self._service.wait()
+
+    def _call(self, order: Order, kind: type[R]) -> R:
+        self._send(order)
+        return self._receive(_REPLY_SECONDS, kind)
+
+    def _send(self, order: Order) -> None:
+        self._write(self._process, msgspec.json.encode(order))
+
+    def _write(self, process: subprocess.Popen[bytes], line: bytes) -> None:
+        assert process.stdin
+        try:
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("has ended") from None
+
+    def _receive(self, timeout_seconds: float, kind: type[R]) -> R:
+        assert self._process.stdout
+        descriptor = self._process.stdout.fileno()
+        give_up = time.monotonic() + timeout_seconds
+        while b"\n" not in self._buffer:
+            left = give_up - time.monotonic()
+            readable, _, _ = select.select([descriptor], [], [], max(0.0, left))
+            if not readable:
+                raise self._failure(f"has not answered in {timeout_seconds:.0f} s")
+            data = os.read(descriptor, 1 << 20)
+            if not data:
+                raise self._failure("has ended")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply = msgspec.json.decode(line, type=Reply)
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def _failure(self, what: str) -> EngineFailed:
+        with self._log.open(errors="replace") as lines:
+            tail = "".join(deque(lines, maxlen=_SHOWN_LINES))
+        return EngineFailed(f"the engine of {self.name!r} {what}; its messages end:\n{tail}")
+
+
+def environment(lmcache: Path | None) -> dict[str, str]:
+    """Of all engines alike, also what only one of them needs.
+
+    Without the binding vLLM's CPU backend keeps a core free without a connector and none with one;
+    and where LMCache lies on the path, vLLM takes parts of it.
+    """
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    defaults = {
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "LMCACHE_TRACK_USAGE": "false",
+    }
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)
+    }
+    path = [os.environ.get("PYTHONPATH", ""), *([str(lmcache)] if lmcache else [])]
+    return defaults | inherited | {"PYTHONPATH": os.pathsep.join(part for part in path if part)}

@@ -1,0 +1,85 @@
+"""The model that all contenders run: the user's, or a small random one."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvstrata.core.errors import ConfigError
+
+__all__ = ["MOST_TOKENS", "Model", "random_model", "users_model"]
+
+MOST_TOKENS: Final = 8448  # of a prompt and its answer
+_VOCABULARY: Final = 1024
+_CPU_BLOCK_TOKENS: Final = 32  # what vLLM's CPU backend needs a multiple of
+_BLOCK_TOKENS: Final = 16
+_DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    path: str
+    dtype: str
+    vocabulary: int
+    token_bytes: int  # of KV
+    most_tokens: int
+    engine_block_tokens: int
+    title: str
+
+
+def random_model(folder: Path, on_cpu: bool) -> Model:
+    """A Llama of 6 layers in float32, 6 KiB of KV a token: a hit saves little, so all costs show."""
+    from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
+
+    shape = TinyLlama(
+        hidden_size=384,
+        intermediate_size=768,
+        layers=6,
+        heads=12,
+        kv_heads=4,
+        vocab_size=_VOCABULARY,
+        max_position=MOST_TOKENS,
+        dtype="float32",
+    )
+    write_tiny_llama(folder, shape)
+    return Model(
+        str(folder),
+        shape.dtype,
+        _VOCABULARY,
+        shape.layers * 2 * shape.kv_heads * shape.head_dim * 4,
+        MOST_TOKENS,
+        _CPU_BLOCK_TOKENS if on_cpu else _BLOCK_TOKENS,
+        f"random Llama, {shape.layers} layers, hidden size {shape.hidden_size}, {shape.dtype}",
+    )
+
+
+def users_model(name: str, on_cpu: bool) -> Model:
+    """A model by its folder or by its name on the hub; ``ConfigError`` if it says too little."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name).get_text_config()
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"--model {name}: {e}", hint="name a folder with config.json, or a model of the hub"
+        ) from e
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    element_bytes = _DTYPE_BYTES.get(dtype, 2)
+    most = min(MOST_TOKENS, config.max_position_embeddings)
+    if most < MOST_TOKENS:
+        raise ConfigError(
+            f"--model {name}: it takes {most} tokens and the bench asks up to {MOST_TOKENS}",
+            hint="name a model with a longer context",
+        )
+    return Model(
+        name,
+        "auto",
+        config.vocab_size,
+        config.num_hidden_layers * 2 * kv_heads * head_dim * element_bytes,
+        most,
+        _CPU_BLOCK_TOKENS if on_cpu else _BLOCK_TOKENS,
+        json.dumps(name),
+    )

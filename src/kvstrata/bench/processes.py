@@ -1,0 +1,80 @@
+"""What processes have used, read from /proc: CPU time, memory, bytes of files; and by what role."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+__all__ = ["ROLES", "Role", "Usage", "usage_of"]
+
+Role = Literal["client", "engine", "server"]
+ROLES: Final[tuple[Role, ...]] = ("client", "engine", "server")
+_TICKS: Final = 100  # USER_HZ: of /proc, the same on every Linux; man 5 proc
+_KIB: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one role's processes. What has ended is not in it."""
+
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0  # proportional set size: what is shared counts in parts
+    read_bytes: int = 0  # from disks
+    written_bytes: int = 0  # to disks, later ones of the page cache included
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.cpu_seconds + other.cpu_seconds,
+            self.memory_bytes + other.memory_bytes,
+            self.read_bytes + other.read_bytes,
+            self.written_bytes + other.written_bytes,
+        )
+
+
+def usage_of(client_pid: int, server_pids: Iterable[int]) -> dict[Role, Usage]:
+    """Of the process that asks (*client*), its descendants (*engine*: core and workers), and servers.
+
+    Servers and what descends from them count as servers wherever they were started.
+    """
+    servers = {pid for server in server_pids for pid in _family(server)}
+    engine = [pid for pid in _family(client_pid) if pid not in servers and pid != client_pid]
+    return {
+        "client": _usage(client_pid),
+        "engine": sum(map(_usage, engine), Usage()),
+        "server": sum(map(_usage, servers), Usage()),
+    }
+
+
+def _family(pid: int) -> list[int]:
+    """*pid* and all its descendants that live."""
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError:  # it has ended
+        return []
+    return [pid, *(member for child in children for member in _family(child))]
+
+
+def _usage(pid: int) -> Usage:
+    process = Path(f"/proc/{pid}")
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        memory = _numbers(process / "smaps_rollup").get("Pss", 0)
+        io = _numbers(process / "io")
+    except OSError:  # it has ended
+        return Usage()
+    ticks = int(fields[11]) + int(fields[12])  # utime and stime
+    return Usage(ticks / _TICKS, memory * _KIB, io.get("read_bytes", 0), io.get("write_bytes", 0))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """``Name: number ...`` of each line that is so."""
+    rows = (line.partition(":") for line in path.read_text().splitlines())
+    return {
+        name: int(rest.split()[0])
+        for name, _, rest in rows
+        if rest.split()[:1] != [] and rest.split()[0].isdigit()
+    }

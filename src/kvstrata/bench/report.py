@@ -1,0 +1,135 @@
+"""The tables of a run, as text and as JSON."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from kvstrata.bench.contenders import CONTENDERS
+from kvstrata.bench.figures import Figures, Results
+from kvstrata.bench.record import About, RunFolder
+from kvstrata.bench.workloads import workloads
+from kvstrata.bench.workloads.workload import COLD_TOKENS
+from kvstrata.core.units import human_bytes
+
+__all__ = ["as_plain", "markdown", "results_of"]
+
+_IN_TIME = 2.0  # a first token is in time within so many times a cold prompt alone
+
+
+def results_of(folder: RunFolder) -> Results:
+    about = folder.about()
+    in_time = _IN_TIME * about.cold_seconds if about else 0.0
+    return Results(folder.measured(), folder.rates(), in_time)
+
+
+def as_plain(folder: RunFolder) -> dict[str, Any]:
+    results = results_of(folder)
+    about = folder.about()
+    return {
+        "about": None if about is None else msgspec.to_builtins(about),
+        "workloads": {
+            workload: {
+                step: [asdict(figures) for figures in results.figures(workload, step)]
+                for step in results.steps(workload)
+            }
+            for workload in results.workloads()
+        },
+    }
+
+
+def markdown(folder: RunFolder) -> str:
+    """Everything that was measured; empty if nothing was."""
+    results, about = results_of(folder), folder.about()
+    lines = [] if about is None else [_head(about), ""]
+    for workload in results.workloads():
+        lines += [f"## {workload}", "", workloads()[workload].title, ""]
+        rows = [
+            (step, f) for step in results.steps(workload) for f in results.figures(workload, step)
+        ]
+        lines += [*_table(_TIME_TITLES, rows, _times), ""]
+        lines += [*_table(_COST_TITLES, rows, _costs), ""]
+        lines += [*_remarks([f for _, f in rows]), ""]
+    return "\n".join(lines)
+
+
+_TIME_TITLES = (
+    *("answers", "failed", "first token: median ms", "least", "p99", "longest"),
+    *("/ cold", "/ best peer", "/ limit"),
+)
+_COST_TITLES = (
+    *("next token: median ms", "p99", "tokens/s", "in time/s", "reused"),
+    *("CPU ms a request: engine", "client", "server"),
+    *("moved a request", "files a request", "memory"),
+)
+
+
+def _table(
+    titles: Sequence[str],
+    rows: list[tuple[str, Figures]],
+    cells: Callable[[Figures], list[str]],
+) -> Iterator[str]:
+    """Without the columns that are empty in all *rows*."""
+    filled = [cells(f) for _, f in rows]
+    kept = [i for i in range(len(titles)) if any(row[i] for row in filled)]
+    yield _line(["step", "engine", *(titles[i] for i in kept)])
+    yield _line(["---", "---", *("---:" for _ in kept)])
+    for (step, f), row in zip(rows, filled, strict=True):
+        yield _line([step, CONTENDERS[f.contender].title, *(row[i] for i in kept)])
+
+
+def _head(about: About) -> str:
+    machine = about.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return (
+        f"{machine.cores} cores of {machine.processor}, {human_bytes(machine.memory_bytes)}, "
+        f"{machine.device}; {machine.system}; {versions}. {about.model}. Threads bound to cores "
+        f"{machine.threads_bind} for all. A prompt of {COLD_TOKENS} new tokens takes "
+        f"{about.cold_seconds * 1e3:.0f} ms without a connector; a first token is in time within "
+        f"{_IN_TIME:g} times that."
+    )
+
+
+def _times(f: Figures) -> list[str]:
+    firsts = (f.first_token_median, f.first_token_least, f.first_token_p99, f.first_token_most)
+    peer = "" if f.to_best_peer is None else f"{f.to_best_peer:.2f} ({f.best_peer})"
+    failed = str(f.failures) if f.failures else ""
+    return [str(f.answers), failed, *map(_ms, firsts), _ratio(f.to_cold), peer, _ratio(f.to_limit)]
+
+
+def _costs(f: Figures) -> list[str]:
+    rate = "" if f.tokens_per_second is None else f"{f.tokens_per_second:.0f}"
+    goodput = "" if f.goodput is None else f"{f.goodput:.2f}"
+    reused = "" if f.reused_share is None else f"{f.reused_share:.0%}"
+    moved = ", ".join(f"{what} {human_bytes(int(b))}" for what, b in f.moved_bytes.items() if b)
+    files = human_bytes(int(f.disk_bytes)) if f.disk_bytes else ""
+    return [
+        *(_ms(f.gap_median), _ms(f.gap_p99), rate, goodput, reused),
+        *(_ms(f.cpu_seconds[role]) for role in ("engine", "client", "server")),
+        *(moved, files, human_bytes(f.memory_bytes)),
+    ]
+
+
+def _remarks(shown: list[Figures]) -> Iterator[str]:
+    for name in dict.fromkeys(f.contender for f in shown):
+        if CONTENDERS[name].remark:
+            yield f"* {CONTENDERS[name].title}: {CONTENDERS[name].remark}."
+    missed = [f for f in shown if f.not_as_meant]
+    for f in missed:
+        yield (
+            f"* {CONTENDERS[f.contender].title}: {f.not_as_meant} steps were not the hit or miss "
+            "that they should be, and are not counted."
+        )
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,262 @@
+"""A run: contenders are started, take turns through the rounds of every workload, and are ended."""
+
+import os
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvstrata.bench.contenders import CONTENDERS, Deployment
+from kvstrata.bench.fleet import EngineFailed, Member, environment
+from kvstrata.bench.limits import measure_rates
+from kvstrata.bench.models import Model
+from kvstrata.bench.processes import Role, Usage
+from kvstrata.bench.profiles import PROFILES
+from kvstrata.bench.record import About, Measured, Options, Rates, RunFolder, this_machine
+from kvstrata.bench.services import free_port
+from kvstrata.bench.traffic import Answer, Conversation, Counters, Ran, Traffic, Turn
+from kvstrata.bench.workloads import workloads
+from kvstrata.bench.workloads.workload import COLD_TOKENS, Scale, Step, Workload, one_prompt, tokens
+
+__all__ = ["Progress", "Session", "rounds_of"]
+
+_DEVICE_TOKENS: Final = 12_288  # what the device caches hold, but that of "roomy"
+_ROOMY_TOKENS: Final = 131_072
+_HOST_TOKENS: Final = 87_381  # 512 MiB at 6 KiB a token: all of a round
+_SMALL_HOST_PROMPTS: Final = 1.2  # host memory before a tier below holds so many of the longest
+_BELOW_TOKENS: Final = 700_000
+_ROUND_SEED: Final = "kvstrata"
+_COLD_TIMES: Final = 3
+_ONE_SECOND: Final = 1.0  # until it is measured
+_WARM_TOKENS: Final = 8
+_BLOCK_TOKENS: Final = 64  # KVStrata's
+
+
+class Progress(Protocol):
+    """Who is told how far the run is."""
+
+    def say(self, doing: str) -> None: ...
+
+    def advance(self) -> None:
+        """One round of one workload is done."""
+        ...
+
+
+def rounds_of(options: Options, workload: str) -> int:
+    return options.rounds or PROFILES[options.profile].rounds_of(workload)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Runs what *folder* has not got yet. Engines keep their files below *scratch*."""
+
+    folder: RunFolder
+    options: Options
+    model: Model
+    scratch: Path
+    progress: Progress
+
+    def go(self) -> None:
+        made = workloads(Path(self.options.trace) if self.options.trace else None)
+        fleet: dict[str, Member] = {}
+        try:
+            for name in self.options.workloads:
+                rounds = range(rounds_of(self.options, name))
+                numbers = [number for number in rounds if not self.folder.is_done(name, number)]
+                if numbers:
+                    wanted = [n for n in made[name].contenders if n in self.options.contenders]
+                    self._man(fleet, wanted, name)
+                    scale = self._scale(fleet)
+                    self._warm_up(fleet.values(), scale)
+                for number in numbers:
+                    self._round(name, made[name], number, list(fleet.values()), scale)
+        finally:
+            for member in fleet.values():
+                member.close()
+
+    def _man(self, fleet: dict[str, Member], wanted: Sequence[str], workload: str) -> None:
+        """End the engines that *workload* does not need, and start those that it lacks."""
+        for name in [name for name in fleet if name not in wanted]:
+            fleet.pop(name).close()
+        lacking = [name for name in wanted if name not in fleet]
+        self.progress.say(f"{workload}: starting {len(lacking)} engines")
+        variables = environment(Path(self.options.lmcache) if self.options.lmcache else None)
+        for name in lacking:
+            fleet[name] = Member(name, self._deployment(name, len(wanted)), variables)
+        for name in lacking:
+            fleet[name].wait_ready()
+
+    def _deployment(self, name: str, engines: int) -> Deployment:
+        token_bytes = self.model.token_bytes
+        longest = max(PROFILES[self.options.profile].prompt_tokens)
+        block = self.model.engine_block_tokens
+        return Deployment(
+            contender=name,
+            folder=str(self.scratch / name),
+            model=self.model.path,
+            dtype=self.model.dtype,
+            engine_id=f"bench-{os.getpid()}-{name}",
+            block_tokens=block,
+            device_blocks=_DEVICE_TOKENS // block,
+            roomy_blocks=_ROOMY_TOKENS // block,
+            host_bytes=_HOST_TOKENS * token_bytes,
+            small_host_bytes=int(_SMALL_HOST_PROMPTS * longest * token_bytes),
+            disk_bytes=_BELOW_TOKENS * token_bytes,
+            max_model_tokens=self.model.most_tokens,
+            device_share=0.9 / engines,
+            port=free_port(),
+        )
+
+    def _scale(self, fleet: dict[str, Member]) -> Scale:
+        """With the time of a cold prompt, as the first contender takes it now."""
+        profile = PROFILES[self.options.profile]
+        about = self.folder.about()
+        scale = Scale(
+            prompt_tokens=profile.prompt_tokens,
+            users=profile.users,
+            rates=profile.rates,
+            seconds=profile.seconds,
+            requests=profile.requests,
+            vocabulary=self.model.vocabulary,
+            most_tokens=self.model.most_tokens,
+            cold_seconds=about.cold_seconds if about else _ONE_SECOND,
+        )
+        if about is None:
+            first = next(iter(fleet.values()))
+            cold = min(_first_token(first, scale, number) for number in range(_COLD_TIMES))
+            bind = environment(None)["VLLM_CPU_OMP_THREADS_BIND"]
+            machine = this_machine(first.device, bind)
+            self.folder.describe(About(machine, self.model.title, cold))
+            scale = replace(scale, cold_seconds=cold)
+        return scale
+
+    def _warm_up(self, fleet: Iterable[Member], scale: Scale) -> None:
+        """So that no contender is asked for the first time when it counts."""
+        dice = random.Random(1)
+        prompt = tokens(dice, scale, COLD_TOKENS)
+        for member in fleet:
+            for _ in range(2):
+                member.run(one_prompt(prompt, answer_tokens=4))
+                member.settle()
+                member.reset()
+
+    def _round(
+        self, name: str, workload: Workload, number: int, fleet: list[Member], scale: Scale
+    ) -> None:
+        port = next((m.port for m in fleet if CONTENDERS[m.name].service == "valkey"), None)
+        self.folder.append(Rates(name, number, measure_rates(self.scratch, port)))
+        dice = random.Random(f"{_ROUND_SEED} {name} {number}")
+        for place, step in enumerate(workload.steps(dice, scale)):
+            self.progress.say(f"{name}, round {number + 1}: {step.name}")
+            able = [member for member in fleet if _can_take(member, step)]
+            first = (number + place) % max(1, len(able))
+            for member in able[first:] + able[:first]:
+                measured = _take(member, step, scale)
+                if step.measured:
+                    self.folder.append(measured.of(name, number, place))
+        self.folder.end_round(name, number)
+        self.progress.advance()
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What one contender did with one step."""
+
+    step: Step
+    contender: str
+    ran: Ran
+    used: dict[Role, Usage]
+    moved_bytes: dict[str, int]
+    as_meant: bool
+
+    def of(self, workload: str, number: int, place: int) -> Measured:
+        return Measured(
+            workload,
+            number,
+            place,
+            self.step.name,
+            self.contender,
+            self.ran.seconds,
+            self.ran.answers,
+            self.used,
+            self.moved_bytes,
+            self.step.tier,
+            self.as_meant,
+        )
+
+
+def _can_take(member: Member, step: Step) -> bool:
+    if step.tier in {None, "none", "device"}:
+        return True
+    return CONTENDERS[member.name].can_hit(str(step.tier), step.longest_tokens)
+
+
+def _first_token(member: Member, scale: Scale, seed: int) -> float:
+    prompt = tokens(random.Random(seed), scale, COLD_TOKENS)
+    return member.run(one_prompt(prompt)).answers[0].first_token_seconds
+
+
+def _take(member: Member, step: Step, scale: Scale) -> _Taken:
+    """What *member* did; if it died of it, that."""
+    try:
+        return _take_alive(member, step, scale)
+    except EngineFailed as e:
+        failure = str(e).partition(";")[0]
+        answers = [
+            Answer(talk, turn, 0, 0, 0.0, [], 0, failure)
+            for talk, conversation in enumerate(step.traffic.conversations)
+            for turn in range(len(conversation.turns))
+        ]
+        return _Taken(step, member.name, Ran(0.0, answers), {}, {}, as_meant=False)
+
+
+def _take_alive(member: Member, step: Step, scale: Scale) -> _Taken:
+    if step.before == "reset":
+        member.reset()
+    elif step.before == "restart":
+        member.restart()
+    # An engine in use: not one whose code has left the caches of the processor.
+    member.run(Traffic([Conversation([Turn(tokens(random.Random(), scale, _WARM_TOKENS), 1)])]))
+    before, counted_before = member.usage(), member.counters()
+    member.begin(step.traffic)
+    if step.kill_server_seconds is not None:
+        time.sleep(step.kill_server_seconds)
+        member.kill_server()
+    ran = member.end()
+    member.settle()
+    counted = member.counters()
+    used = {role: _since(before[role], now) for role, now in member.usage().items()}
+    moved = {
+        what: count - counted_before.moved_bytes.get(what, 0)
+        for what, count in counted.moved_bytes.items()
+        if count > counted_before.moved_bytes.get(what, 0)
+    }
+    as_meant = all(_is_meant(answer, step) for answer in ran.answers)
+    if step.tier in {"disk", "remote"} and counted.promoted_blocks:
+        as_meant &= _promoted(counted_before, counted, step)
+    return _Taken(step, member.name, ran, used, moved, as_meant)
+
+
+def _since(before: Usage, now: Usage) -> Usage:
+    """What was used between the two; of processes that were ended meanwhile nothing is known."""
+    return Usage(
+        max(0.0, now.cpu_seconds - before.cpu_seconds),
+        now.memory_bytes,
+        max(0, now.read_bytes - before.read_bytes),
+        max(0, now.written_bytes - before.written_bytes),
+    )
+
+
+def _is_meant(answer: Answer, step: Step) -> bool:
+    if answer.failure is not None:
+        return False
+    return step.cached_tokens is None or answer.cached_tokens == step.cached_tokens
+
+
+def _promoted(before: Counters, now: Counters, step: Step) -> bool:
+    """All of what was reused came from the tier that it was to come from."""
+    tier = str(step.tier)
+    blocks = now.promoted_blocks[tier] - before.promoted_blocks.get(tier, 0)
+    return blocks * _BLOCK_TOKENS == step.cached_tokens

@@ -1,0 +1,96 @@
+"""Requests that come when they come: at several rates, and as a trace says."""
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from kvstrata.bench.traffic import Conversation, Traffic, Turn
+from kvstrata.bench.workloads.workload import COLD_TOKENS, Scale, Step, tokens
+from kvstrata.core.errors import ConfigError
+from kvstrata.replay.formats import Reading, open_trace, sample_path
+from kvstrata.replay.id_trace import IdTrace
+from kvstrata.replay.trace import Request
+
+__all__ = ["Arrivals", "TraceReplay", "due_conversations"]
+
+_PEERS: Final = ("none", "roomy", "kvstrata", "native", "lmcache")
+_ANSWER_TOKENS: Final = 16
+
+
+class Arrivals:
+    title = (
+        "Open loop: prompts of about 2000 tokens arrive at random, each begins with one of sixteen "
+        "documents. A rate of 1 is as many as an engine computes one after the other."
+    )
+    contenders = _PEERS
+
+    def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
+        for rate in scale.rates:
+            count = max(2, round(scale.seconds * rate / scale.cold_seconds))
+            talks = due_conversations(dice, scale, count, scale.cold_seconds / rate)
+            yield Step(f"rate {rate:g}", Traffic(talks, users=0), "reset")
+
+
+def due_conversations(
+    dice: random.Random, scale: Scale, count: int, mean_seconds: float
+) -> list[Conversation]:
+    """*count* prompts at times of a Poisson process; popular documents are asked about more often."""
+    documents = [tokens(dice, scale, COLD_TOKENS - 66) for _ in range(16)]
+    popularity = [1 / (rank + 1) for rank in range(len(documents))]
+    talks, due = [], 0.0
+    for _ in range(count):
+        due += dice.expovariate(1 / mean_seconds)
+        (document,) = dice.choices(documents, popularity)
+        talks.append(Conversation([Turn(document + tokens(dice, scale, 66), _ANSWER_TOKENS)], due))
+    return talks
+
+
+class TraceReplay:
+    """A trace in Mooncake's format. Its tokens and its seconds are scaled to what runs here.
+
+    What two prompts of the trace share, two prompts of the replay share in the same proportion.
+    """
+
+    contenders = _PEERS
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or sample_path()
+        self.title = (
+            f"The first requests of the trace {self._path.name}, prompts and times scaled down."
+        )
+
+    def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
+        trace = open_trace(self._path, Reading())
+        if not isinstance(trace, IdTrace):
+            raise ConfigError(
+                f"--trace {self._path}: an event log does not say when whole prompts came",
+                hint="give a trace in Mooncake's format",
+            )
+        rows = list(islice(trace.read(), scale.requests))
+        per_block = max(1, self._scaled_block(trace, rows, scale))
+        factor = per_block / trace.tokens_per_block
+        # As fast as an engine computes them when it has seen none of it before.
+        cold = sum(r.input_tokens for r in rows) * factor / COLD_TOKENS * scale.cold_seconds
+        slower = cold / max(rows[-1].arrival_seconds - rows[0].arrival_seconds, 1e-9)
+        seed = dice.getrandbits(32)
+        talks = []
+        for request in rows:
+            known = [
+                token
+                for block in request.blocks
+                for token in tokens(random.Random(f"{seed} {block}"), scale, per_block)
+            ]
+            rest = max(1, round(request.input_tokens * factor) - len(known))
+            prompt = (known + tokens(dice, scale, rest))[: scale.most_tokens - _ANSWER_TOKENS]
+            due = (request.arrival_seconds - rows[0].arrival_seconds) * slower
+            talks.append(Conversation([Turn(prompt, _ANSWER_TOKENS)], due))
+        yield Step("trace", Traffic(talks, users=0), "reset")
+
+    @staticmethod
+    def _scaled_block(trace: IdTrace, rows: list[Request], scale: Scale) -> int:
+        """Tokens for a block, so that nine of ten prompts need not be cut."""
+        lengths = sorted(row.input_tokens for row in rows)
+        long = lengths[int(0.9 * (len(lengths) - 1))]
+        return int(trace.tokens_per_block * (scale.most_tokens - _ANSWER_TOKENS) / max(long, 1))
