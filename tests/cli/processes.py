@@ -21,7 +21,9 @@ def command(*arguments: str) -> list[str]:
 
 
 def kvstrata(
-    *arguments: str, env: Mapping[str, str] | None = None
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    timeout_seconds: float = LONGEST_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*arguments),
@@ -29,7 +31,7 @@ def kvstrata(
         text=True,
         check=False,
         env=environment(**(env or {})),
-        timeout=LONGEST_SECONDS,
+        timeout=timeout_seconds,
     )
 
 

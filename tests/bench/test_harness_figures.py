@@ -1,0 +1,121 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.bench.figures import Results, percentile
+from kvstrata.bench.processes import Role, Usage
+from kvstrata.bench.record import Measured, Rates
+from kvstrata.bench.traffic import Answer
+from kvstrata.bench.workloads.workload import Tier
+
+
+def answer(first: float, cached: int = 0, failure: str | None = None) -> Answer:
+    return Answer(0, 0, 1000, cached, first, [0.1, 0.3], 3, failure)
+
+
+def row(
+    contender: str,
+    *answers: Answer,
+    round: int = 0,
+    name: str = "chat",
+    tier: Tier | None = None,
+    moved: int = 0,
+    as_meant: bool = True,
+) -> Measured:
+    used: dict[Role, Usage] = {
+        "client": Usage(0.1),
+        "engine": Usage(1.0, 100, 10, 20),
+        "server": Usage(),
+    }
+    return Measured(
+        "single" if tier else "chat",
+        round,
+        0,
+        name,
+        contender,
+        2.0,
+        list(answers),
+        used,
+        {f"{tier} read": moved} if moved else {},
+        tier,
+        as_meant,
+    )
+
+
+def test_figures_of_a_row() -> None:
+    rows = [row("none", answer(1.0, 500), answer(3.0), answer(9.0, failure="no answer"))]
+    (figures,) = Results(rows, [], in_time_seconds=1.5).figures("chat", "chat")
+    assert (figures.answers, figures.failures, figures.not_as_meant) == (2, 1, 0)
+    assert (figures.first_token_median, figures.first_token_most) == (2.0, 3.0)
+    assert figures.tokens_per_second == 2006 / 2.0
+    assert figures.goodput == 0.5
+    assert figures.reused_share == 0.25
+    assert figures.gap_p99 == 0.3
+    assert figures.cpu_seconds["engine"] == pytest.approx(1 / 3)
+    assert figures.disk_bytes == 10.0
+    assert figures.memory_bytes == 100
+
+
+def test_ratios_are_of_one_round() -> None:
+    """A round in which the machine is slow is slow for all."""
+    rows = [
+        row("none", answer(2.0), round=0),
+        row("kvstrata", answer(1.0), round=0),
+        row("none", answer(20.0), round=1),
+        row("kvstrata", answer(10.0), round=1),
+        row("kvstrata", answer(0.1), round=2),  # nobody to compare it with
+    ]
+    _, figures = Results(rows, [], 1.0).figures("chat", "chat")
+    assert figures.to_cold == 0.5
+
+
+def test_best_peer_is_the_soonest_that_is_not_ours() -> None:
+    rows = [
+        row(name, answer(seconds))
+        for name, seconds in {"none": 0.1, "roomy": 0.2, "kvstrata": 2.0, "native": 4.0}.items()
+    ] + [row("lmcache", answer(5.0)), row("kvstrata-disk", answer(0.5))]
+    figures = {f.contender: f for f in Results(rows, [], 1.0).figures("chat", "chat")}
+    assert (figures["kvstrata"].best_peer, figures["kvstrata"].to_best_peer) == ("native", 0.5)
+    assert figures["native"].to_best_peer is None
+    assert (figures["kvstrata"].limit, figures["kvstrata"].to_limit) == ("roomy", 10.0)
+
+
+def test_limit_of_a_hit_is_a_device_hit_and_its_bytes() -> None:
+    rows = [
+        row("none", answer(1.0, 1000), name="device hit, 1000 tokens", tier="device"),
+        row("kvstrata", answer(4.5), name="host hit, 1000 tokens", tier="host", moved=4),
+    ]
+    results = Results(rows, [Rates("single", 0, {"host": 2.0})], 1.0)
+    (figures,) = results.figures("single", "host hit, 1000 tokens")
+    assert figures.to_limit == pytest.approx(4.5 / (1.0 + 4 / 2.0))
+
+
+def test_what_was_another_hit_than_meant_counts_nowhere() -> None:
+    rows = [
+        row("kvstrata", answer(1.0), name="host hit, 9 tokens", tier="host"),
+        row(
+            "kvstrata", answer(9.0), round=1, name="host hit, 9 tokens", tier="host", as_meant=False
+        ),
+    ]
+    (figures,) = Results(rows, [], 1.0).figures("single", "host hit, 9 tokens")
+    assert (figures.first_token_most, figures.not_as_meant, figures.answers) == (1.0, 1, 1)
+
+
+def test_an_engine_that_gave_no_answer_has_no_figures() -> None:
+    (figures,) = Results([row("lmcache", answer(0.0, failure="dead"))], [], 1.0).figures(
+        "chat", "chat"
+    )
+    assert figures.failures == 1
+    assert figures.first_token_median is None
+    assert figures.reused_share is None
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.1, 100))
+def test_percentile_is_a_value_that_so_many_do_not_exceed(
+    values: list[float], percent: float
+) -> None:
+    found = percentile(values, percent)
+    assert found in values
+    assert sum(value <= found for value in values) >= len(values) * percent / 100 - 1e-9
+    below = [value for value in values if value < found]
+    assert len(below) < len(values) * percent / 100

@@ -1,0 +1,137 @@
+"""`kvstrata bench`: what it refuses, what it prints of a run, and a run in a real vLLM."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.processes import kvstrata
+from typer.testing import CliRunner
+
+from kvstrata.bench import services
+from kvstrata.bench.processes import Usage
+from kvstrata.bench.record import About, Machine, Measured, Options, Rates, RunFolder
+from kvstrata.bench.traffic import Answer
+from kvstrata.cli.main import app
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    return result.stderr
+
+
+@pytest.mark.parametrize("option", ["--profile", "--workload", "--contender"])
+def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path, option: str) -> None:
+    message = refused(option, "nonsense", "--output", str(tmp_path))
+    assert f"{option} nonsense" in message
+    assert "one of " in message
+
+
+def test_lmcache_is_not_measured_where_it_is_not(tmp_path: Path) -> None:
+    message = refused("--contender", "lmcache", "--output", str(tmp_path / "run"))
+    assert "--lmcache DIR" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_valkey_is_not_measured_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "find_valkey", lambda: None)
+    message = refused("--contender", "kvstrata-remote", "--output", str(tmp_path / "run"))
+    assert "redis-server" in message
+
+
+def test_a_file_is_no_output(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert str(file) in refused("--contender", "none", "--output", str(file))
+
+
+def finished_run(path: Path, *, as_meant: bool) -> list[str]:
+    """Of one round in which KVStrata took a quarter of the time; the options to see it again."""
+    options = Options("quick", ("chat", "single"), ("none", "kvstrata"), rounds=1)
+    folder = RunFolder(path, options)
+    machine = Machine("a processor", 2, 1 << 34, "Linux", {"kvstrata": "0"}, "cpu", "0,1")
+    folder.describe(About(machine, "a model", 0.5))
+    for workload, name in (("chat", "chat"), ("single", "host hit, 1026 tokens")):
+        folder.append(Rates(workload, 0, {"host": 1e9}))
+        for contender, seconds in (("none", 1.0), ("kvstrata", 0.25)):
+            answer = Answer(0, 0, 1026, 1024, seconds, [0.01], 2)
+            folder.append(
+                Measured(
+                    workload,
+                    0,
+                    0,
+                    name,
+                    contender,
+                    seconds,
+                    [answer],
+                    {"client": Usage(0.1), "engine": Usage(0.5, 1 << 30), "server": Usage(0.01)},
+                    {"host read": 1 << 20},
+                    "host" if workload == "single" else None,
+                    as_meant or workload == "chat",
+                )
+            )
+        folder.end_round(workload, 0)
+    return [
+        *("bench", "--output", str(path), "--rounds", "1", "--workload", "chat"),
+        *("--workload", "single", "--contender", "none", "--contender", "kvstrata"),
+    ]
+
+
+def test_a_run_that_is_done_is_shown_and_drawn_again(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, finished_run(tmp_path / "run", as_meant=True))
+    assert result.exit_code == 0, result.output
+    table = [line for line in result.stdout.splitlines() if line.startswith("| chat | KVStrata")]
+    assert table[0].split(" | ")[2:] == ["1", "250.0", "250.0", "250.0", "250.0", "0.25 |"]
+    assert "host read 1.0 MiB" in table[1]
+    assert (tmp_path / "run" / "report.md").read_text() in result.stdout
+    for drawing in ("chat.png", "single.png"):
+        assert (tmp_path / "run" / drawing).read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_every_figure(tmp_path: Path) -> None:
+    arguments = finished_run(tmp_path / "run", as_meant=True)
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    plain = json.loads(result.stdout)
+    assert plain == json.loads((tmp_path / "run" / "report.json").read_text())
+    (_, ours) = plain["workloads"]["chat"]["chat"]
+    assert (ours["contender"], ours["to_cold"]) == ("kvstrata", 0.25)
+    assert plain["about"]["machine"]["cores"] == 2
+
+
+def test_a_hit_that_was_none_is_a_failure(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, finished_run(tmp_path / "run", as_meant=False))
+    assert result.exit_code == 1
+    assert "were not the hit or miss that they should be" in result.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_hits_of_a_real_engine(tmp_path: Path) -> None:
+    """One engine with a disk tier, through all steps of single prompts; then nothing is left to do."""
+    arguments = [
+        *("bench", "--output", str(tmp_path / "run"), "--rounds", "1", "--json"),
+        *("--workload", "single", "--contender", "kvstrata-disk"),
+    ]
+    first = kvstrata(*arguments, timeout_seconds=280)
+    assert first.returncode == 0, first.stderr
+    steps = json.loads(first.stdout)["workloads"]["single"]
+    assert list(steps) == [
+        f"{hit}, {count} tokens"
+        for hits, counts in ((("miss", "device hit"), (1026, 2050)), (("disk hit",), (1026, 2050)))
+        for count in counts
+        for hit in hits
+    ]
+    for name, (figures,) in steps.items():
+        whole = {"miss": 0.0, "device hit": 1.0, "disk hit": 1.0}[name.partition(",")[0]]
+        assert figures["reused_share"] == pytest.approx(whole, abs=0.01)
+        assert figures["cpu_seconds"]["engine"] > 0
+        assert figures["memory_bytes"] > 1 << 28
+    (disk,) = steps["disk hit, 2050 tokens"]
+    assert disk["moved_bytes"]["disk read"] >= 2048 * 6144
+    kept = (tmp_path / "run" / "measured.jsonl").read_bytes()
+    again = kvstrata(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "run" / "measured.jsonl").read_bytes() == kept
+    assert json.loads(again.stdout) == json.loads(first.stdout)
