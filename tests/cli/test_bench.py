@@ -49,11 +49,11 @@ def test_a_file_is_no_output(tmp_path: Path) -> None:
 
 def finished_run(path: Path, *, as_meant: bool) -> list[str]:
     """Of one round in which KVStrata took a quarter of the time; the options to see it again."""
-    options = Options("quick", ("chat", "single"), ("none", "kvstrata"), rounds=1)
+    options = Options("quick", ("single", "chat"), ("none", "kvstrata"), rounds=1)
     folder = RunFolder(path, options)
     machine = Machine("a processor", 2, 1 << 34, "Linux", {"kvstrata": "0"}, "cpu", "0,1")
     folder.describe(About(machine, "a model", 0.5))
-    for workload, name in (("chat", "chat"), ("single", "host hit, 1026 tokens")):
+    for workload, name in (("single", "host hit, 1026 tokens"), ("chat", "chat")):
         folder.append(Rates(workload, 0, {"host": 1e9}))
         for contender, seconds in (("none", 1.0), ("kvstrata", 0.25)):
             answer = Answer(0, 0, 1026, 1024, seconds, [0.01], 2)

@@ -55,6 +55,7 @@ ARGUMENTS_NOT_RUN: Final = {
 SERVED: Final = {"clear", "drain", "inspect", "stats", "top", "warm"}
 """Commands that are run, against a server."""
 LOOKED_AT: Final = {
+    "bench": "takes minutes; tests/cli/test_bench.py",
     "check": "reads a disk tier of a server that has ended; tests/cli/test_check.py",
     "demo": "takes minutes; tests/cli/test_demo.py",
     "doctor": "run, below, with settings that this machine can hold",

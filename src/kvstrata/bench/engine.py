@@ -141,9 +141,9 @@ class Engine:
             return Counted(Counters())
         try:
             self._server = self._server or observe(self._socket())
-        except ServerUnavailable:
-            return Counted(Counters())
-        report = self._server.stats()
+            report = self._server.stats()
+        except ServerUnavailable:  # it was killed; the next one is asked anew
+            self._server, report = None, None
         if report is None:
             return Counted(Counters())
         moved = {f"{o.tier} {o.operation}": o.moved_bytes for o in report.operations}

@@ -99,7 +99,8 @@ def _options(  # noqa: PLR0913, PLR0917 - each is an option
     chosen = PROFILES[profile]
     return Options(
         profile=profile,
-        workloads=tuple(workload or chosen.workloads),
+        # The last ones leave engines behind that have gone through faults.
+        workloads=tuple(name for name in NAMES if name in (workload or chosen.workloads)),
         contenders=_able(contender, chosen.contenders, lmcache),
         rounds=rounds,
         model=model,
