@@ -104,7 +104,8 @@ class Sentinel:
 class ClusterOfThree:
     """Three masters, each with a third of the slots."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._options = options
         self._bus_ports = [free_port() for _ in range(3)]
         self.servers = [self._server(folder / str(port), port) for port in self._bus_ports]
         try:
@@ -152,7 +153,7 @@ class ClusterOfThree:
         folder.mkdir()
         return Server(
             folder, "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
-            "--cluster-node-timeout", "2000",
+            "--cluster-node-timeout", "2000", *self._options,
         )  # fmt: skip
 
     def _join(self) -> None:

@@ -23,9 +23,10 @@ from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, remai
 from kvstrata.storage.remote.valkey.faults import fault_of
 from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError, RespReader
 
-__all__ = ["Dialer", "Link", "Links", "Session"]
+__all__ = ["FAULTS", "Dialer", "Link", "Links", "Session"]
 
 Word = bytes | str | int
+FAULTS: Final = (ValkeyError, ErrorReply, NotRespError, OSError)  # of servers and the way to them
 _IDLE_LINKS: Final = 16  # kept for each server; more only while more threads call
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -171,7 +172,7 @@ class Session:
 
     def __exit__(self, _: object, fault: BaseException | None, trace: object) -> None:
         self._links.end(self._lent, whole=fault is None)
-        if isinstance(fault, (ValkeyError, ErrorReply, NotRespError, OSError)):
+        if isinstance(fault, FAULTS):
             raise self._links.fault_of(fault) from fault
 
     def link(self, address: Address, deadline: float | None = None) -> Link:
@@ -184,11 +185,28 @@ class Session:
             link.stream.deadline = deadline
         return link
 
+    def attempt(
+        self, address: Address, step: Callable[[Link], None], deadline: float
+    ) -> Exception | None:
+        """Run *step* on the connection to *address* until *deadline*.
+
+        What goes wrong costs that connection and those like it, and is returned.
+        """
+        try:
+            step(self.link(address, deadline))
+        except FAULTS as fault:
+            if self._links.is_closed:
+                raise
+            self.lose(address)
+            return fault
+        return None
+
     def lose(self, address: Address) -> None:
-        """Close the connection to *address*, if there is one: it is in the middle of something."""
+        """Close the connection to *address*, in the middle of something, and those like it."""
         link = self._lent.pop(address, None)
         if link is not None:
             self._links.forget(link)
+        self._links.forget_idle(address)
 
 
 class Links:
@@ -206,6 +224,10 @@ class Links:
         self._lent: set[Link] = set()
         self._closed = False
         self._failed_calls = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def failed_calls(self) -> int:
@@ -283,6 +305,12 @@ class Links:
                 else:
                     done.append(link)
         _disconnect(done)
+
+    def forget_idle(self, address: Address) -> None:
+        """Close what is idle to *address*."""
+        with self._lock:
+            idle = self._idle.pop(address, [])
+        _disconnect(idle)
 
     def forget(self, link: Link) -> None:
         """Close a connection that was lent."""
