@@ -30,8 +30,11 @@ class Routes(Protocol):
         """Every server that holds keys."""
         ...
 
-    def groups(self, names: Sequence[bytes], session: Session) -> Groups:
-        """The server that holds each of *names*; those that nobody holds are left out."""
+    def groups(self, names: Sequence[bytes], session: Session, *, may_lag: bool) -> Groups:
+        """The server to ask for each of *names*; those that nobody holds are left out.
+
+        *may_lag*: one that follows the one that decides will do.
+        """
         ...
 
     def redirect(
@@ -54,8 +57,11 @@ class Routes(Protocol):
 class Question(Protocol[T]):
     """What is asked about keys, which it knows by their positions in a batch.
 
-    *once*: those for which a server is to be told that it sent us on for this once.
+    *may_lag*: an answer of some moments ago will do. *once*: those for which a server is to be told that it sent us on for this once.
     """
+
+    @property
+    def may_lag(self) -> bool: ...
 
     def begin(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
         """Send what can be sent before anything is answered."""
@@ -85,7 +91,7 @@ def ask_all(
     """
     answers: Answers[T] = [None] * len(names)
     faults: dict[int, Exception] = {}
-    groups = routes.groups(names, session)
+    groups = routes.groups(names, session, may_lag=question.may_lag)
     held = {position for positions in groups.values() for position in positions}
     if len(held) < len(names):
         fault = ErrorReply("CLUSTERDOWN no server of the cluster holds its slot")

@@ -141,7 +141,11 @@ class Link:
 class Dialer:
     """Makes connections for one kind of server."""
 
-    def __init__(self, login: Login, database: int, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, login: Login, database: int, tls: ssl.SSLContext | None, *, replicas: bool = False
+    ) -> None:
+        """With *replicas* those of a cluster answer, too, instead of sending us to their master."""
+        self._replicas = replicas
         self._login = login
         self._database = database
         self._tls = tls
@@ -152,7 +156,14 @@ class Dialer:
         connection.connect()  # or it has closed what it had opened
         if made.stream is None:
             raise InvariantViolated("the library has connected past its own extension point")
-        return Link(connection, made.stream)
+        link = Link(connection, made.stream)
+        if self._replicas:
+            try:
+                link.command("READONLY")
+            except BaseException:
+                link.disconnect()
+                raise
+        return link
 
 
 class Session:

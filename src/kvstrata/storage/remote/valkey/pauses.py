@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvstrata.storage.remote.valkey.address import Address
 
@@ -46,6 +46,12 @@ class Pauses:
     def spared(self, addresses: Iterable[Address]) -> list[Address]:
         """Those that did not fail when they were asked last."""
         return [address for address in addresses if address not in self._failed]
+
+    def due(self, addresses: Sequence[Address]) -> list[Address]:
+        """Those that ``of`` would have asked now."""
+        now = time.monotonic()
+        ready = (now, None)
+        return [each for each in addresses if self._failed.get(each, ready)[0] <= now]
 
     def keep_only(self, addresses: set[Address]) -> None:
         """Forget all others."""

@@ -32,7 +32,8 @@ _AHEAD_COMMANDS: Final = 64
 class Flag:
     """A command of the library's whose answer is 1 or 0: EXISTS, UNLINK."""
 
-    def __init__(self, word: bytes, names: Sequence[bytes]) -> None:
+    def __init__(self, word: bytes, names: Sequence[bytes], *, may_lag: bool = False) -> None:
+        self.may_lag = may_lag
         self._word = word
         self._names = names
 
@@ -62,6 +63,7 @@ class _InTurns(ABC, Generic[T]):
     No more than that, since a server keeps in its memory what is asked for and not yet taken.
     """
 
+    may_lag = False
     last_word: T | None = None  # an answer after which the server is asked no more: all get it
 
     def __init__(self, block_bytes: int) -> None:
@@ -109,6 +111,8 @@ class _InTurns(ABC, Generic[T]):
 
 class Fetch(_InTurns[Read]):
     """GET into the caller's buffers; with a time to live GETEX, which renews it."""
+
+    may_lag = True
 
     def __init__(
         self,

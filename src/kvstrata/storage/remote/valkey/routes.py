@@ -18,7 +18,7 @@ __all__ = ["open_routes"]
 
 def open_routes(target: Target) -> tuple[Links, Routes]:
     """No I/O: the first call connects."""
-    dial = Dialer(target.login, target.database, target.tls)
+    dial = Dialer(target.login, target.database, target.tls, replicas=target.replicas)
     secrets = [target.login.password, target.sentinel_login.password]
     if target.sentinel is not None:
         ask = Dialer(target.sentinel_login, 0, target.tls)
@@ -26,7 +26,7 @@ def open_routes(target: Target) -> tuple[Links, Routes]:
         return Links(target.name, master, *secrets), OneServer(Address(target.sentinel, 0))
     links = Links(target.name, dial, *secrets)
     if target.cluster:
-        return links, Cluster(links, target.addresses)
+        return links, Cluster(links, target.addresses, replicas=target.replicas)
     return links, OneServer(target.addresses[0])
 
 
@@ -39,7 +39,9 @@ class OneServer:
     def masters(self, session: Session) -> list[Address]:
         return [self._address]
 
-    def groups(self, names: Sequence[bytes], session: Session) -> dict[Address, list[int]]:
+    def groups(
+        self, names: Sequence[bytes], session: Session, *, may_lag: bool
+    ) -> dict[Address, list[int]]:
         return {self._address: list(range(len(names)))} if names else {}
 
     def redirect(self, name: bytes, reply: ErrorReply, asked: Address) -> None:

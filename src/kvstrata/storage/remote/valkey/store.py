@@ -2,7 +2,8 @@
 
 A block is a string under ``prefix:namespace:key``, the latter two in hex. What the server's user
 must be allowed: SET, GET (GETEX with a time to live), EXISTS, UNLINK, SCAN; SELECT for a database,
-ROLE with sentinels, CLUSTER SLOTS and ASKING in a cluster.
+ROLE with sentinels, CLUSTER SLOTS and ASKING in a cluster, READONLY to read
+from its replicas.
 """
 
 import logging
@@ -52,6 +53,8 @@ class ValkeyStore:
     * What one server of a cluster fails to do costs its blocks alone: they are not there,
       ``Read.FAILED`` and ``Write.FAILED``, while the others are served. Only ``remove`` and
       ``drop_namespace`` need all servers that they are about.
+    * With *replicas* some reads go to servers that follow, and what has not come there yet is a
+      miss.
     * Whether blocks outlive the server is the server's matter, and so is eviction.
     * Connections are made when they are needed: as many as threads call, to each server that is
       asked. After a fault the next call connects anew, and asks anew who the master is.
@@ -83,6 +86,11 @@ class ValkeyStore:
                 f"{ttl_seconds} s",
                 hint="both must be positive; leave the time to live out for none",
             )
+        if access.replicas and ttl_seconds is not None:
+            raise ConfigError(
+                "reads from replicas of a valkey tier with a time to live",
+                hint="a read renews the time, which no replica can: take one of the two away",
+            )
         target = open_target(url, access)
         try:
             from kvstrata.storage.remote.valkey.routes import open_routes
@@ -102,7 +110,10 @@ class ValkeyStore:
         check_keys(keys)
         with self._call() as session:
             names = [self._name(key) for key in keys]
-            return [known is True for known in self._ask(session, names, Flag(b"EXISTS", names))]
+            return [
+                known is True
+                for known in self._ask(session, names, Flag(b"EXISTS", names, may_lag=True))
+            ]
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         check_keys(keys)
