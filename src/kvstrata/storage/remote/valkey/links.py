@@ -21,6 +21,7 @@ from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.storage.remote.valkey.address import Address, Login
 from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, remaining_seconds
 from kvstrata.storage.remote.valkey.faults import fault_of
+from kvstrata.storage.remote.valkey.resolver import Place, Resolver
 from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError, RespReader
 
 __all__ = ["FAULTS", "Dialer", "Link", "Links", "Session"]
@@ -53,7 +54,9 @@ class _Connection(AbstractConnection):
         login: Login,
         database: int,
         tls: ssl.SSLContext | None,
+        resolver: Resolver,
     ) -> None:
+        self.resolver = resolver
         self.address = address
         self.deadline = deadline
         self.tls = tls
@@ -87,9 +90,9 @@ class _Connection(AbstractConnection):
 
     def _dial(self) -> socket.socket:
         """Try each address of the host in turn, each for its share of the time left."""
-        places: Sequence[tuple[int, int, int, object, object]]
+        places: Sequence[Place]
         if self.address.port:
-            places = socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
+            places = self.resolver.places(self.address, self.deadline)
         else:
             places = [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", self.address.host)]
         fault: OSError = OSError(f"{self.address} has no address")
@@ -149,9 +152,12 @@ class Dialer:
         self._login = login
         self._database = database
         self._tls = tls
+        self._resolver = Resolver()
 
     def __call__(self, address: Address, deadline: float) -> Link:
-        made = _Connection(address, deadline, self._login, self._database, self._tls)
+        made = _Connection(
+            address, deadline, self._login, self._database, self._tls, self._resolver
+        )
         connection: AbstractConnection = made
         connection.connect()  # or it has closed what it had opened
         if made.stream is None:

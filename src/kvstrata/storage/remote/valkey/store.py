@@ -47,8 +47,8 @@ class ValkeyStore:
     * Every read is proved by key, length and checksum. What fails is ``Read.CORRUPT``, removed
       and counted; what no store of ours has written is ``Read.FOREIGN`` and stays. What the
       server has evicted, or what has outlived its time, is a miss.
-    * Each call ends by *timeout_seconds*, however slowly bytes trickle, but for the time that the
-      resolver of host names takes by itself. ``drop_namespace`` ends each of its steps so.
+    * Each call ends by *timeout_seconds*, however slowly bytes trickle and host names are found.
+      ``drop_namespace`` ends each of its steps so.
     * A key is never written over: of two writers the first wins. No room is ``Write.FULL``.
     * What one server of a cluster fails to do costs its blocks alone: they are not there,
       ``Read.FAILED`` and ``Write.FAILED``, while the others are served. Only ``remove`` and
