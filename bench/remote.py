@@ -1,6 +1,6 @@
 """Remote stores beside the raw path of the same engine, in the same run, on loopback.
 
-    python -m bench.remote [--quick] [--engines NAME ...] [--json FILE]
+    python -m bench.remote [--quick] [--engines NAME ...] [--block-kib N ...] [--json FILE]
 
 The sides take turns, A B C C B A, with the same server, the same bytes and the same slots of host
 memory. See bench/README.md for what the raw paths are.
@@ -242,7 +242,7 @@ def measure(options: argparse.Namespace) -> list[Turn]:
             tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder,
             ENGINES[name](Path(folder)) as engine,
         ):
-            for block_bytes in BLOCK_BYTES:
+            for block_bytes in [kib << 10 for kib in options.block_kib]:
                 with closing(Bench(name, engine, block_bytes, options.turn_mib * MIB)) as bench:
                     turns += _turns(bench, options)
     return turns
@@ -280,7 +280,7 @@ class Row(NamedTuple):
     @property
     def title(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return f"{self.engine}, {self.block_bytes // MIB} MiB, {self.operation}, {threads}"
+        return f"{self.engine}, {_size(self.block_bytes)}, {self.operation}, {threads}"
 
 
 def rows(turns: Sequence[Turn]) -> list[Row]:
@@ -310,6 +310,10 @@ def _row(cell: tuple[str, int, str, int], turns: Sequence[Turn]) -> Row:
     )
 
 
+def _size(block_bytes: int) -> str:
+    return f"{block_bytes >> 10} KiB" if block_bytes % MIB else f"{block_bytes // MIB} MiB"
+
+
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
@@ -337,7 +341,7 @@ def _moved(found: Sequence[Row]) -> str:
         if row.raw is None or row.proved is None:
             continue
         lines.append(
-            f"| {row.engine} | {row.block_bytes // MIB} MiB | {row.operation} "
+            f"| {row.engine} | {_size(row.block_bytes)} | {row.operation} "
             f"| {row.threads} | {1 / row.raw.seconds:.2f} | {1 / row.store.seconds:.2f} "
             f"| {row.rate:.2f} | {row.raw.cpu_seconds:.3f} | {row.proved.cpu_seconds:.3f} "
             f"| {row.store.cpu_seconds:.3f} | {row.cpu:.2f} | {row.cpu_proved:.2f} |"
@@ -347,8 +351,9 @@ def _moved(found: Sequence[Row]) -> str:
 
 def _asked(found: Sequence[Row]) -> str:
     lines = ["| engine | exists | µs a key | CPU µs a key |", "|---|---|---:|---:|"]
+    least_bytes = min((row.block_bytes for row in found), default=0)
     for row in found:
-        if row.raw is None and row.block_bytes == BLOCK_BYTES[0]:
+        if row.raw is None and row.block_bytes == least_bytes:
             seconds, cpu_seconds = dataclasses.astuple(row.store)
             lines.append(
                 f"| {row.engine} | {row.operation} | {1e6 * seconds:.0f} | {1e6 * cpu_seconds:.0f} |"
@@ -375,6 +380,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=15, help="of reads; default 15")
     parser.add_argument("--writes", type=int, default=5, help="repetitions with writes; default 5")
     parser.add_argument("--turn-mib", type=int, default=128, help="moved in each turn; 128")
+    kib = [block_bytes >> 10 for block_bytes in BLOCK_BYTES]
+    parser.add_argument("--block-kib", type=int, nargs="+", default=kib, help="default 1024 4096")
     parser.add_argument("--quick", action="store_true", help="5 repetitions, 2 with writes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     options = parser.parse_args(arguments)
@@ -382,6 +389,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.repetitions, options.writes = 5, 2
     if options.repetitions < 1 or options.turn_mib < 1:
         parser.error("at least one repetition of at least one MiB")
+    if min(options.block_kib) < 1:
+        parser.error("blocks of at least one KiB")
     return options
 
 

@@ -29,6 +29,12 @@ def test_a_bound_that_is_missed_is_told(store: tuple[float, float], missed: int)
     assert all("valkey, 4 MiB, read, 4 threads" in line for line in found)
 
 
+def test_blocks_may_be_smaller_than_a_mebibyte() -> None:
+    one, ten = Cost(1.0, 1.0), Cost(10.0, 10.0)
+    (line, _) = failures([Turn("s3", 64 << 10, 1, "read", 1, one, one, ten)])
+    assert line.startswith("s3, 64 KiB, read, 1 thread:")
+
+
 def test_writes_and_lookups_have_no_bound() -> None:
     one, ten = Cost(1.0, 1.0), Cost(10.0, 10.0)
     assert not failures([Turn("s3", 1 << 20, 1, "write", 1, one, one, ten)])

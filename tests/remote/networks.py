@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ class Network:
         self._tag = secrets.token_hex(3)
         self._addresses = {name: f"{_SUBNET}.{i}" for i, name in enumerate(("hub", *nodes), 1)}
         self._made: list[str] = []
+        self._resolvers: list[Path] = []
         try:
             self._make()
         except BaseException:
@@ -56,7 +58,17 @@ class Network:
                 env=os.environ | (environment or {}),
             )
 
+    def set_resolver(self, name: str, lines: str) -> None:
+        """What /etc/resolv.conf is for processes that start at *name* from now on."""
+        folder = Path("/etc/netns") / self._namespace(name)
+        folder.mkdir(parents=True)
+        self._resolvers.append(folder)
+        (folder / "resolv.conf").write_text(lines)
+
     def close(self) -> None:
+        for folder in self._resolvers:
+            shutil.rmtree(folder)
+        self._resolvers.clear()
         for name in reversed(self._made):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         self._made.clear()

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,7 +105,9 @@ class Sentinel:
 class ClusterOfThree:
     """Three masters, each with a third of the slots."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._options = options
+        self._replicas: list[Server] = []
         self._bus_ports = [free_port() for _ in range(3)]
         self.servers = [self._server(folder / str(port), port) for port in self._bus_ports]
         try:
@@ -139,8 +142,29 @@ class ClusterOfThree:
                         pipeline.execute_command("CLUSTER SETSLOT", slot, "NODE", own)
                 pipeline.execute()
 
+    def replicate(self, master: Server, folder: Path, *options: str) -> Server:
+        """A new server that follows *master*, and that the others tell of."""
+        bus_port = free_port()
+        replica = self._server(folder, bus_port, *options)
+        self._replicas.append(replica)
+        replica.ask("CLUSTER MEET", "127.0.0.1", master.port, self._bus_of(master))
+        own = master.ask("CLUSTER MYID")
+        eventually(lambda: own.decode() in str(replica.ask("CLUSTER NODES")), "it is not let in")
+        eventually(lambda: self._follows(replica, own), "the replica does not come up")
+        return replica
+
+    def _follows(self, replica: Server, master_id: bytes) -> bool:
+        with suppress(valkey.exceptions.ResponseError):  # until it knows that one for a master
+            replica.ask("CLUSTER REPLICATE", master_id)
+        link = replica.info("replication").get("master_link_status")
+        known = [each.ask("CLUSTER SLOTS") for each in self.servers]
+        return link == "up" and all(str(replica.port) in str(each) for each in known)
+
+    def _bus_of(self, server: Server) -> int:
+        return self._bus_ports[self.servers.index(server)]
+
     def kill(self) -> None:
-        for server in self.servers:
+        for server in self.servers + self._replicas:
             server.kill()
 
     def _slots(self) -> list[tuple[int, int, int]]:
@@ -148,11 +172,11 @@ class ClusterOfThree:
         ranges = self.servers[0].ask("CLUSTER SLOTS")
         return [(first, last, int(master[1])) for first, last, master, *_ in ranges]
 
-    def _server(self, folder: Path, bus_port: int) -> Server:
+    def _server(self, folder: Path, bus_port: int, *options: str) -> Server:
         folder.mkdir()
         return Server(
             folder, "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
-            "--cluster-node-timeout", "2000",
+            "--cluster-node-timeout", "2000", *self._options, *options,
         )  # fmt: skip
 
     def _join(self) -> None:

@@ -78,6 +78,8 @@ def test_a_setting_takes_precedence_over_the_url() -> None:
         ("valkey://cache?db=1", PLAIN),
         ("valkey://cache/1", ValkeyAccess(cluster=True)),
         ("valkey://cache", ValkeyAccess(cluster=True, sentinel="main")),
+        ("valkey://cache", ValkeyAccess(replicas=True)),
+        ("valkey://cache", ValkeyAccess(replicas=True, sentinel="main")),
         ("valkey://cache", ValkeyAccess(prefix="")),
         ("valkey://cache", ValkeyAccess(prefix="a*")),
         ("valkey://cache", ValkeyAccess(prefix="{a}")),
@@ -89,6 +91,7 @@ def test_a_setting_takes_precedence_over_the_url() -> None:
         ("unix:///run/valkey.sock?password=s3same", PLAIN),
         ("unix:///run/valkey.sock?db=x", PLAIN),
         ("unix:///run/valkey.sock", ValkeyAccess(cluster=True)),
+        ("unix:///run/valkey.sock", ValkeyAccess(replicas=True)),
         ("unix:///run/valkey.sock", ValkeyAccess(tls=TlsFiles(Path(__file__)))),
     ],
 )
@@ -106,9 +109,14 @@ def test_what_is_wrong_is_said_without_secrets(url: str, access: ValkeyAccess) -
         {"block_bytes": 512 << 20},
         {"block_bytes": 1, "timeout_seconds": 0.0},
         {"block_bytes": 1, "ttl_seconds": 0.0},
+        {
+            "block_bytes": 1,
+            "ttl_seconds": 60.0,
+            "access": ValkeyAccess(cluster=True, replicas=True),
+        },
     ],
 )
-def test_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
+def test_numbers_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         ValkeyStore("valkey://cache", **wrong)  # type: ignore[arg-type]  # wrong on purpose
 

@@ -72,6 +72,8 @@ def remote_round_trip(tier: RemoteTier) -> str:
             if time.monotonic() - began > _PROBE_SECONDS:
                 break
             time.sleep(_JOIN_SECONDS)  # what this node gives to a pool may not have joined it yet
+        if written is Write.FAILED:
+            raise TierUnavailable("the server that a block belongs to does not serve it")
         if written is not Write.STORED:
             raise TierUnavailable(f"it has no room for a block ({written.value})", cause="full")
         (read,) = store.read_into([key], [memoryview(buffer)])

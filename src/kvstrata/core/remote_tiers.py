@@ -138,6 +138,14 @@ class ValkeyTier(RemoteTier):
         description="The hosts are some of a cluster; blocks are spread over all of it.",
         examples=["true"],
     )
+    replicas: bool = Field(
+        default=False,
+        description=(
+            "Read from the replicas of a cluster, too, also while their master is dead. A block "
+            "that has not come to one yet is a miss there. Not with `ttl_seconds`."
+        ),
+        examples=["true"],
+    )
     sentinel: _Name | None = Field(
         default=None,
         description="The hosts are sentinels, and this is the name of the master they watch.",

@@ -39,3 +39,4 @@ class Write(enum.Enum):
     STORED = "stored"
     EXISTS = "exists"  # the key was there already; nothing was written
     FULL = "full"  # no room; the caller evicts and tries again, or gives up
+    FAILED = "failed"  # it could not be written; others of its batch could

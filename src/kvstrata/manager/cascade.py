@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS: Final = 0.005
 _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
+_KEPT: Final = frozenset({Write.STORED, Write.EXISTS})
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
 
 
@@ -333,7 +334,7 @@ class Cascade:
         self._presence.written(batch.keys)
         with self._lock:
             self._forget_batch(batch)
-            stored = np.array([write is not Write.FULL for write in writes], np.bool_)
+            stored = np.array([write in _KEPT for write in writes], np.bool_)
             self._cache.written(self._tier, batch.ids, stored)
         self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED), self._tier)
 

@@ -1,8 +1,10 @@
 """The contract of a place that holds blocks by key."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from kvstrata.core.errors import FaultCause
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
 
 
@@ -15,6 +17,8 @@ class StoreStatistics(NamedTuple):
     corrupt_blocks: int  # found damaged and dropped since the store was opened
     variable: bool = False  # holds values of 1 to block_bytes bytes; else of block_bytes only
     search_width: int = 64  # keys of one ``exists`` that take hardly longer than one key
+    # In calls that did not fail otherwise, since the store was opened:
+    failed_blocks: Mapping[FaultCause, int] = MappingProxyType({})
 
 
 class Store(Protocol):
@@ -25,7 +29,8 @@ class Store(Protocol):
       twice, and a batch may be empty.
     * A missing block is a value (``Read.MISS``); an unreachable store raises ``TierUnavailable``
       and leaves the buffers undefined. What the call was to do may be done in part. One that can
-      be reached, but not for some blocks, may report those as ``Read.FAILED`` instead.
+      be reached, but not for some blocks, may report those as ``FAILED`` instead,
+      and as not there to ``exists``.
     * Buffers belong to the caller, are bytes in one piece, and nothing of them is kept after the
       call. A key or a buffer of a wrong length is a bug of the caller: ``InvariantViolated``.
 

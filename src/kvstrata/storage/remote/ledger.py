@@ -1,8 +1,9 @@
 """What every remote store keeps account of: whether it is open, and what it has seen."""
 
 import threading
+from collections import Counter
 
-from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.errors import FaultCause, TierUnavailable
 from kvstrata.storage.store import StoreStatistics
 
 
@@ -21,6 +22,7 @@ class Ledger:
         self._lock = threading.Lock()  # guards everything below
         self._blocks = 0
         self._corrupt_blocks = 0
+        self._failed_blocks: Counter[FaultCause] = Counter()
         self._closed = False
 
     def check_open(self) -> None:
@@ -43,6 +45,11 @@ class Ledger:
         with self._lock:
             self._corrupt_blocks += blocks
 
+    def failed(self, cause: FaultCause) -> None:
+        """A block could not be asked for, because of *cause*, in a call that did not fail."""
+        with self._lock:
+            self._failed_blocks[cause] += 1
+
     def close(self) -> bool:
         """Whether it was open until now."""
         with self._lock:
@@ -59,4 +66,5 @@ class Ledger:
                 self._corrupt_blocks,
                 variable=True,
                 search_width=self._search_width,
+                failed_blocks=dict(self._failed_blocks),
             )

@@ -61,6 +61,7 @@ def _valkey(tier: ValkeyTier, block_bytes: int) -> Store:
             login=Login(tier.username, _secret(tier.password_file)),
             tls=TlsFiles(tier.tls_ca_file, tier.tls_cert_file, tier.tls_key_file),
             cluster=tier.cluster,
+            replicas=tier.replicas,
             sentinel=tier.sentinel,
             sentinel_login=Login(tier.sentinel_username, _secret(tier.sentinel_password_file)),
             prefix=tier.prefix,

@@ -53,6 +53,7 @@ class ValkeyAccess:
     login: Login = Login()  # takes precedence over the URL
     tls: TlsFiles = TlsFiles()
     cluster: bool = False
+    replicas: bool = False  # of the cluster are read from, too
     sentinel: str | None = None  # the name of the master; the URL then names the sentinels
     sentinel_login: Login = Login()
     prefix: str = "kvstrata"  # of every key
@@ -68,6 +69,7 @@ class Target:
     sentinel: str | None
     sentinel_login: Login
     cluster: bool
+    replicas: bool
     tls: ssl.SSLContext | None
 
     @property
@@ -105,6 +107,7 @@ def open_target(url: str, access: ValkeyAccess) -> Target:
         sentinel=access.sentinel,
         sentinel_login=access.sentinel_login,
         cluster=access.cluster,
+        replicas=access.replicas,
         tls=_tls_context(access.tls) if _TCP[parts.scheme] else None,
     )
     _check_topology(target)
@@ -116,7 +119,7 @@ def open_target(url: str, access: ValkeyAccess) -> Target:
 
 
 def _unix_target(parts: SplitResult, access: ValkeyAccess) -> Target:
-    if access.cluster or access.sentinel or access.tls != TlsFiles():
+    if access.cluster or access.replicas or access.sentinel or access.tls != TlsFiles():
         raise ConfigError(
             "a valkey tier on a unix socket has no cluster, no sentinel and no TLS",
             hint=f"give a host: {EXAMPLE}",
@@ -136,6 +139,7 @@ def _unix_target(parts: SplitResult, access: ValkeyAccess) -> Target:
         sentinel=None,
         sentinel_login=Login(),
         cluster=False,
+        replicas=False,
         tls=None,
     )
 
@@ -145,6 +149,11 @@ def _check_topology(target: Target) -> None:
         raise ConfigError(
             "a valkey tier with both cluster and sentinel",
             hint="a cluster has no sentinels: give one of the two",
+        )
+    if target.replicas and not target.cluster:
+        raise ConfigError(
+            "a valkey tier with replicas that is no cluster",
+            hint="set cluster, or take replicas away: sentinels name the master alone",
         )
     if target.cluster and target.database:
         raise ConfigError(

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, cast
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage.remote.valkey.address import Address
-from kvstrata.storage.remote.valkey.resp import (
-    ASKING,
-    ErrorReply,
-    RespReader,
-    get_command,
-    set_command,
-)
-from kvstrata.storage.remote.value import HEADER_BYTES, Proof, header_of, judge_header
+from kvstrata.storage.remote.valkey.deadline_socket import remaining_seconds, wait_readable
+from kvstrata.storage.remote.valkey.resp import ErrorReply
 
 if TYPE_CHECKING:  # which import the optional package
     from kvstrata.storage.remote.valkey.links import Link, Session
 
-__all__ = ["Fetch", "Flag", "Keep", "Routes", "Value", "ask_all"]
+__all__ = ["Answers", "Asked", "Question", "Routes", "ask_all"]
 
 T = TypeVar("T")
 Answers = list[T | ErrorReply | None]
-Value = tuple[StoreKey, StoreKey | None, memoryview]  # a key, its parent, what is to be kept
+Groups = Mapping[Address, Sequence[int]]  # what each server is asked for: positions in the batch
 
 _REDIRECTS: Final = 5  # of one question, as the servers' own client follows
-_AHEAD_BYTES: Final = 2 << 20  # of values asked for or sent while those before are not yet read
-_AHEAD_COMMANDS: Final = 64
 
 
 class Routes(Protocol):
@@ -39,21 +30,38 @@ class Routes(Protocol):
         """Every server that holds keys."""
         ...
 
-    def groups(self, names: Sequence[bytes], session: Session) -> dict[Address, list[int]]:
-        """The server that holds each of *names*, and their positions."""
+    def groups(self, names: Sequence[bytes], session: Session, *, may_lag: bool) -> Groups:
+        """The server to ask for each of *names*; those that nobody holds are left out.
+
+        *may_lag*: one that follows the one that decides will do.
+        """
         ...
 
-    def redirect(self, name: bytes, reply: ErrorReply, asked: Address) -> tuple[Address, bool]:
-        """Where *asked* sends us for *name*, and whether for this once only; raises *reply* if it
-        sends us nowhere."""
+    def redirect(
+        self, name: bytes, reply: ErrorReply, asked: Address
+    ) -> tuple[Address, bool] | None:
+        """Where *asked* sends us for *name*, and whether for this once only; ``None``: nowhere."""
         ...
+
+    def pause_of(self, address: Address) -> Exception | None:
+        """Why a server is to be left alone now, if it is."""
+        ...
+
+    def failed(self, address: Address, fault: Exception) -> None:
+        """A server has not done what it was asked. Raises *fault* if no other would have."""
+        ...
+
+    def answered(self, address: Address) -> None: ...
 
 
 class Question(Protocol[T]):
     """What is asked about keys, which it knows by their positions in a batch.
 
-    *once*: those for which a server is to be told that it sent us on for this once.
+    *may_lag*: an answer of some moments ago will do. *once*: those for which a server is to be told that it sent us on for this once.
     """
+
+    @property
+    def may_lag(self) -> bool: ...
 
     def begin(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
         """Send what can be sent before anything is answered."""
@@ -66,18 +74,32 @@ class Question(Protocol[T]):
         ...
 
 
+class Asked(NamedTuple, Generic[T]):
+    """What has become of a question."""
+
+    answers: list[T | None]  # in the order of the names; None: its server could not be asked
+    faults: Mapping[int, Exception]  # why not, by position
+
+
 def ask_all(
     session: Session, routes: Routes, names: Sequence[bytes], question: Question[T]
-) -> list[T]:
-    """The answer for each of *names*, in order. All servers are asked side by side."""
+) -> Asked[T]:
+    """Ask for all *names*, all servers side by side.
+
+    Raises what *routes* make of a server's fault; else it costs the answers of that server alone,
+    and no more than half of the time that is left.
+    """
     answers: Answers[T] = [None] * len(names)
-    groups = routes.groups(names, session)
+    faults: dict[int, Exception] = {}
+    groups = routes.groups(names, session, may_lag=question.may_lag)
+    held = {position for positions in groups.values() for position in positions}
+    if len(held) < len(names):
+        fault = ErrorReply("CLUSTERDOWN no server of the cluster holds its slot")
+        faults |= dict.fromkeys(set(range(len(names))) - held, fault)
     once: set[int] = set()
     for redirects_left in reversed(range(_REDIRECTS + 1)):
-        for address, positions in groups.items():
-            question.begin(session.link(address), positions, once)
-        for address, positions in groups.items():
-            question.finish(session.link(address), positions, once, answers)
+        for address, failed in _Round(session, routes, groups, once).ask(question, answers).items():
+            faults |= {each: failed for each in groups[address] if answers[each] is None}
         refused = [
             (position, address, reply)
             for address, positions in groups.items()
@@ -88,163 +110,87 @@ def ask_all(
             break
         if not redirects_left:
             raise refused[0][-1]
-        once.clear()
-        groups = defaultdict(list)
+        once = set()
+        sent_on: defaultdict[Address, list[int]] = defaultdict(list)
         for position, asked, reply in sorted(refused):  # a key twice is asked for in its order
-            address, for_once = routes.redirect(names[position], reply, asked)
-            groups[address].append(position)
-            if for_once:
+            answers[position] = None
+            way = routes.redirect(names[position], reply, asked)
+            if way is None:
+                routes.failed(asked, reply)
+                faults[position] = reply
+                continue
+            sent_on[way[0]].append(position)
+            if way[1]:
                 once.add(position)
-    return cast("list[T]", answers)
+        groups = sent_on
+    return Asked([each for each in answers if not isinstance(each, ErrorReply)], faults)
 
 
-class Flag:
-    """A command of the library's whose answer is 1 or 0: EXISTS, UNLINK."""
+class _Round:
+    """One question to each of some servers.
 
-    def __init__(self, word: bytes, names: Sequence[bytes]) -> None:
-        self._word = word
-        self._names = names
-
-    def begin(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
-        commands: list[tuple[bytes, ...]] = []
-        for position in positions:
-            if position in once:
-                commands.append((b"ASKING",))
-            commands.append((self._word, self._names[position]))
-        link.ask(commands)
-
-    def finish(
-        self, link: Link, positions: Sequence[int], once: Container[int], answers: Answers[bool]
-    ) -> None:
-        for position in positions:
-            if position in once:
-                link.answer()
-            try:
-                answers[position] = link.answer() == 1
-            except ErrorReply as reply:
-                answers[position] = reply
-
-
-class _InTurns(ABC, Generic[T]):
-    """Values in turns: the next few are under way while the last few are read or answered.
-
-    No more than that, since a server keeps in its memory what is asked for and not yet taken.
+    A server that fails keeps the others waiting for no longer than half of the time that is left.
     """
 
-    last_word: T | None = None  # an answer after which the server is asked no more: all get it
-
-    def __init__(self, block_bytes: int) -> None:
-        self._turn = min(_AHEAD_COMMANDS, max(1, _AHEAD_BYTES // block_bytes))
-
-    def begin(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
-        self._send(link, positions[: self._turn], once)
-
-    def finish(
-        self, link: Link, positions: Sequence[int], once: Container[int], answers: Answers[T]
-    ) -> None:
-        sent, rest = positions[: self._turn], positions[self._turn :]
-        has_last_word = False
-        while sent:
-            following = [] if has_last_word else rest[: self._turn]
-            rest = rest[len(following) :]
-            self._send(link, following, once)
-            for position in sent:
-                if position in once:
-                    link.answers.status()
-                try:
-                    answer = answers[position] = self._receive(link.answers, position)
-                    has_last_word |= answer is self.last_word
-                except ErrorReply as reply:
-                    answers[position] = reply
-            sent = following
-        for position in rest:
-            answers[position] = self.last_word
-
-    def _send(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
-        parts: list[bytes | memoryview] = []
-        for position in positions:
-            if position in once:
-                parts.append(ASKING)
-            self._add_question(position, parts)
-        if parts:
-            link.stream.send_parts(parts)
-
-    @abstractmethod
-    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None: ...
-
-    @abstractmethod
-    def _receive(self, answers: RespReader, position: int) -> T: ...
-
-
-class Fetch(_InTurns[Read]):
-    """GET into the caller's buffers; with a time to live GETEX, which renews it."""
-
     def __init__(
-        self,
-        names: Sequence[bytes],
-        keys: Sequence[StoreKey],
-        buffers: Sequence[memoryview],
-        block_bytes: int,
-        ttl_milliseconds: int | None,
+        self, session: Session, routes: Routes, groups: Groups, once: Container[int]
     ) -> None:
-        super().__init__(block_bytes)
-        self._names = names
-        self._keys = keys
-        self._buffers = buffers
-        self._ttl = ttl_milliseconds
+        self._session = session
+        self._routes = routes
+        self._groups = groups
+        self._once = once
+        self._faults: dict[Address, Exception] = {}
 
-    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None:
-        parts.append(get_command(self._names[position], self._ttl))
+    def ask(self, question: Question[T], answers: Answers[T]) -> dict[Address, Exception]:
+        """Put what servers answer into *answers*; the faults of those that do not."""
+        waiting = self._begin(question)
+        while waiting:
+            ready = self._ready(waiting)
+            for address in ready or waiting:
+                waiting = [each for each in waiting if each != address]
+                if not ready:
+                    self._session.lose(address)
+                    self._fail(address, TimeoutError("it has not answered in time"))
+                    continue
+                positions = self._groups[address]
+                finish = partial(
+                    question.finish, positions=positions, once=self._once, answers=answers
+                )
+                if self._attempt(address, finish, is_last=not waiting):
+                    self._routes.answered(address)
+        return self._faults
 
-    def _receive(self, answers: RespReader, position: int) -> Read:
-        key, buffer = self._keys[position], self._buffers[position]
-        try:
-            found = answers.value(HEADER_BYTES)
-        except ErrorReply as reply:
-            if reply.code == "WRONGTYPE":
-                return Read.FOREIGN
-            raise
-        if found is None:
-            return Read.MISS
-        stored_bytes, header = found
-        fate = judge_header(header, key, stored_bytes, buffer.nbytes)
-        value_bytes = stored_bytes - len(header)
-        if fate is Read.HIT:
-            proof = Proof(header)
-            answers.receive(buffer[:value_bytes], proof.add)
-            fate = proof.verdict()
-        else:
-            answers.discard(value_bytes, buffer)
-        answers.end_value()
-        return fate
+    def _begin(self, question: Question[T]) -> list[Address]:
+        """The servers that are asked now."""
+        asked = []
+        for number, (address, positions) in enumerate(self._groups.items(), 1):
+            pause = self._routes.pause_of(address)
+            begin = partial(question.begin, positions=positions, once=self._once)
+            if pause is not None:
+                self._faults[address] = pause
+            elif self._attempt(address, begin, is_last=number == len(self._groups)):
+                asked.append(address)
+        return asked
 
+    def _ready(self, waiting: Sequence[Address]) -> list[Address]:
+        """Those of *waiting* whose answers begin to come; none if none do."""
+        if len(self._groups) == 1:
+            return list(waiting)
+        streams = [self._session.link(address).stream for address in waiting]
+        ready = wait_readable(streams, self._half_time())
+        return [waiting[number] for number in ready]
 
-class Keep(_InTurns[Write]):
-    """SET of what is not there, from the caller's buffers."""
+    def _attempt(self, address: Address, step: Callable[[Link], None], *, is_last: bool) -> bool:
+        """Whether *step* succeeds by the deadline, or half-way there unless it *is_last*."""
+        deadline = self._session.deadline if is_last else self._half_time()
+        fault = self._session.attempt(address, step, deadline)
+        if fault is not None:
+            self._fail(address, fault)
+        return fault is None
 
-    last_word = Write.FULL
+    def _fail(self, address: Address, fault: Exception) -> None:
+        self._faults[address] = fault
+        self._routes.failed(address, fault)
 
-    def __init__(
-        self,
-        names: Sequence[bytes],
-        values: Sequence[Value],
-        block_bytes: int,
-        ttl_milliseconds: int | None,
-    ) -> None:
-        super().__init__(block_bytes)
-        self._names = names
-        self._values = values
-        self._ttl = ttl_milliseconds
-
-    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None:
-        key, parent, value = self._values[position]
-        header = header_of(key, parent, value)
-        parts += set_command(self._names[position], header, value, self._ttl)
-
-    def _receive(self, answers: RespReader, position: int) -> Write:
-        try:
-            return Write.STORED if answers.status() else Write.EXISTS
-        except ErrorReply as reply:
-            if reply.code == "OOM":
-                return Write.FULL
-            raise
+    def _half_time(self) -> float:
+        return self._session.deadline - remaining_seconds(self._session.deadline) / 2

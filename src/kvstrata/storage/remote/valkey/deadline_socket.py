@@ -1,6 +1,7 @@
 """A connected stream socket whose calls all end by one deadline."""
 
 import math
+import select
 import socket
 import ssl
 import struct
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["DeadlineSocket", "remaining_seconds"]
+__all__ = ["DeadlineSocket", "remaining_seconds", "wait_readable"]
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _LOOK: Final = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -24,6 +25,22 @@ def remaining_seconds(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("the deadline has passed")
     return left
+
+
+def wait_readable(streams: "Sequence[DeadlineSocket]", deadline: float) -> list[int]:
+    """Positions of *streams* on which something has come, at *deadline* maybe none.
+
+    With TLS that may be a word between the peers, and no data yet.
+    """
+    ready = [number for number, stream in enumerate(streams) if stream.holds_bytes]
+    if ready:
+        return ready
+    poll = select.poll()
+    numbers = {stream.fileno(): number for number, stream in enumerate(streams)}
+    for descriptor in numbers:
+        poll.register(descriptor, select.POLLIN)
+    left = max(0.0, deadline - time.monotonic())
+    return [numbers[descriptor] for descriptor, _ in poll.poll(math.ceil(left * 1000))]
 
 
 class DeadlineSocket:
@@ -98,6 +115,14 @@ class DeadlineSocket:
         """End the call of another thread, if there is one: to it the peer has closed."""
         with suppress(OSError):  # of TLS too: its own shutdown would disturb that thread
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether TLS has taken bytes from the system that nobody has read yet."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def shutdown(self, how: int) -> None:
         socket.socket.shutdown(self._socket, how)

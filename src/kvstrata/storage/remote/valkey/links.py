@@ -21,11 +21,13 @@ from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.storage.remote.valkey.address import Address, Login
 from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, remaining_seconds
 from kvstrata.storage.remote.valkey.faults import fault_of
+from kvstrata.storage.remote.valkey.resolver import Place, Resolver
 from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError, RespReader
 
-__all__ = ["Dialer", "Link", "Links", "Session"]
+__all__ = ["FAULTS", "Dialer", "Link", "Links", "Session"]
 
 Word = bytes | str | int
+FAULTS: Final = (ValkeyError, ErrorReply, NotRespError, OSError)  # of servers and the way to them
 _IDLE_LINKS: Final = 16  # kept for each server; more only while more threads call
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -52,7 +54,9 @@ class _Connection(AbstractConnection):
         login: Login,
         database: int,
         tls: ssl.SSLContext | None,
+        resolver: Resolver,
     ) -> None:
+        self.resolver = resolver
         self.address = address
         self.deadline = deadline
         self.tls = tls
@@ -86,9 +90,9 @@ class _Connection(AbstractConnection):
 
     def _dial(self) -> socket.socket:
         """Try each address of the host in turn, each for its share of the time left."""
-        places: Sequence[tuple[int, int, int, object, object]]
+        places: Sequence[Place]
         if self.address.port:
-            places = socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
+            places = self.resolver.places(self.address, self.deadline)
         else:
             places = [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", self.address.host)]
         fault: OSError = OSError(f"{self.address} has no address")
@@ -140,18 +144,32 @@ class Link:
 class Dialer:
     """Makes connections for one kind of server."""
 
-    def __init__(self, login: Login, database: int, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, login: Login, database: int, tls: ssl.SSLContext | None, *, replicas: bool = False
+    ) -> None:
+        """With *replicas* those of a cluster answer, too, instead of sending us to their master."""
+        self._replicas = replicas
         self._login = login
         self._database = database
         self._tls = tls
+        self._resolver = Resolver()
 
     def __call__(self, address: Address, deadline: float) -> Link:
-        made = _Connection(address, deadline, self._login, self._database, self._tls)
+        made = _Connection(
+            address, deadline, self._login, self._database, self._tls, self._resolver
+        )
         connection: AbstractConnection = made
         connection.connect()  # or it has closed what it had opened
         if made.stream is None:
             raise InvariantViolated("the library has connected past its own extension point")
-        return Link(connection, made.stream)
+        link = Link(connection, made.stream)
+        if self._replicas:
+            try:
+                link.command("READONLY")
+            except BaseException:
+                link.disconnect()
+                raise
+        return link
 
 
 class Session:
@@ -171,7 +189,7 @@ class Session:
 
     def __exit__(self, _: object, fault: BaseException | None, trace: object) -> None:
         self._links.end(self._lent, whole=fault is None)
-        if isinstance(fault, (ValkeyError, ErrorReply, NotRespError, OSError)):
+        if isinstance(fault, FAULTS):
             raise self._links.fault_of(fault) from fault
 
     def link(self, address: Address, deadline: float | None = None) -> Link:
@@ -184,11 +202,28 @@ class Session:
             link.stream.deadline = deadline
         return link
 
+    def attempt(
+        self, address: Address, step: Callable[[Link], None], deadline: float
+    ) -> Exception | None:
+        """Run *step* on the connection to *address* until *deadline*.
+
+        What goes wrong costs that connection and those like it, and is returned.
+        """
+        try:
+            step(self.link(address, deadline))
+        except FAULTS as fault:
+            if self._links.is_closed:
+                raise
+            self.lose(address)
+            return fault
+        return None
+
     def lose(self, address: Address) -> None:
-        """Close the connection to *address*, if there is one: it is in the middle of something."""
+        """Close the connection to *address*, in the middle of something, and those like it."""
         link = self._lent.pop(address, None)
         if link is not None:
             self._links.forget(link)
+        self._links.forget_idle(address)
 
 
 class Links:
@@ -206,6 +241,10 @@ class Links:
         self._lent: set[Link] = set()
         self._closed = False
         self._failed_calls = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def failed_calls(self) -> int:
@@ -283,6 +322,12 @@ class Links:
                 else:
                     done.append(link)
         _disconnect(done)
+
+    def forget_idle(self, address: Address) -> None:
+        """Close what is idle to *address*."""
+        with self._lock:
+            idle = self._idle.pop(address, [])
+        _disconnect(idle)
 
     def forget(self, link: Link) -> None:
         """Close a connection that was lent."""

@@ -2,21 +2,23 @@
 
 A block is a string under ``prefix:namespace:key``, the latter two in hex. What the server's user
 must be allowed: SET, GET (GETEX with a time to live), EXISTS, UNLINK, SCAN; SELECT for a database,
-ROLE with sentinels, CLUSTER SLOTS and ASKING in a cluster.
+ROLE with sentinels, CLUSTER SLOTS and ASKING in a cluster, READONLY to read
+from its replicas.
 """
 
 import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.remote.ledger import Ledger
 from kvstrata.storage.remote.valkey.address import ValkeyAccess, open_target
-from kvstrata.storage.remote.valkey.batch import Fetch, Flag, Keep, ask_all
+from kvstrata.storage.remote.valkey.batch import Question, ask_all
+from kvstrata.storage.remote.valkey.questions import Fetch, Flag, Keep
 from kvstrata.storage.remote.valkey.resp import NotRespError
 from kvstrata.storage.remote.value import HEADER_BYTES
 from kvstrata.storage.store import StoreStatistics
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["ValkeyAccess", "ValkeyStore"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DEFAULT_ACCESS: Final = ValkeyAccess()
 _LONGEST_BYTES: Final = 512 << 20  # of a string, by the servers' default
@@ -43,9 +47,14 @@ class ValkeyStore:
     * Every read is proved by key, length and checksum. What fails is ``Read.CORRUPT``, removed
       and counted; what no store of ours has written is ``Read.FOREIGN`` and stays. What the
       server has evicted, or what has outlived its time, is a miss.
-    * Each call ends by *timeout_seconds*, however slowly bytes trickle, but for the time that the
-      resolver of host names takes by itself. ``drop_namespace`` ends each of its steps so.
+    * Each call ends by *timeout_seconds*, however slowly bytes trickle and host names are found.
+      ``drop_namespace`` ends each of its steps so.
     * A key is never written over: of two writers the first wins. No room is ``Write.FULL``.
+    * What one server of a cluster fails to do costs its blocks alone: they are not there,
+      ``Read.FAILED`` and ``Write.FAILED``, while the others are served. Only ``remove`` and
+      ``drop_namespace`` need all servers that they are about.
+    * With *replicas* some reads go to servers that follow, and what has not come there yet is a
+      miss.
     * Whether blocks outlive the server is the server's matter, and so is eviction.
     * Connections are made when they are needed: as many as threads call, to each server that is
       asked. After a fault the next call connects anew, and asks anew who the master is.
@@ -77,6 +86,11 @@ class ValkeyStore:
                 f"{ttl_seconds} s",
                 hint="both must be positive; leave the time to live out for none",
             )
+        if access.replicas and ttl_seconds is not None:
+            raise ConfigError(
+                "reads from replicas of a valkey tier with a time to live",
+                hint="a read renews the time, which no replica can: take one of the two away",
+            )
         target = open_target(url, access)
         try:
             from kvstrata.storage.remote.valkey.routes import open_routes
@@ -95,7 +109,11 @@ class ValkeyStore:
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
         check_keys(keys)
         with self._call() as session:
-            return self._flag(session, b"EXISTS", [self._name(key) for key in keys])
+            names = [self._name(key) for key in keys]
+            return [
+                known is True
+                for known in self._ask(session, names, Flag(b"EXISTS", names, may_lag=True))
+            ]
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         check_keys(keys)
@@ -104,7 +122,8 @@ class ValkeyStore:
         names = [self._name(key) for key in keys]
         question = Fetch(names, keys, views, self._block_bytes, self._ttl)
         with self._call() as session:
-            fates = ask_all(session, self._routes, names, question)
+            found = self._ask(session, names, question)
+        fates = [Read.FAILED if fate is None else fate for fate in found]
         self._remove_corrupt(
             {name for name, fate in zip(names, fates, strict=True) if fate is Read.CORRUPT}
         )
@@ -123,16 +142,14 @@ class ValkeyStore:
         values = list(zip(keys, parents, [_bytes(buffer) for buffer in buffers], strict=True))
         fates = [Write.EXISTS] * len(names)
         with self._call() as session:
-            there = self._flag(session, b"EXISTS", names)
+            there = self._ask(session, names, Flag(b"EXISTS", names))
             missing = [position for position, known in enumerate(there) if not known]
-            new = [names[position] for position in missing]
-            question = Keep(
-                new, [values[position] for position in missing], self._block_bytes, self._ttl
-            )
-            for position, fate in zip(
-                missing, ask_all(session, self._routes, new, question), strict=True
-            ):
-                fates[position] = fate
+            asked = [position for position in missing if there[position] is not None]
+            new = [names[position] for position in asked]
+            question = Keep(new, [values[each] for each in asked], self._block_bytes, self._ttl)
+            kept = dict(zip(asked, self._ask(session, new, question), strict=True))
+        for position in missing:
+            fates[position] = kept.get(position) or Write.FAILED
         self._ledger.wrote(fates.count(Write.STORED))
         return fates
 
@@ -189,13 +206,21 @@ class ValkeyStore:
                     break
         return deleted
 
-    def _flag(self, session: "Session", word: bytes, names: Sequence[bytes]) -> list[bool]:
-        return ask_all(session, self._routes, names, Flag(word, names))
+    def _ask(
+        self, session: "Session", names: Sequence[bytes], question: Question[T]
+    ) -> list[T | None]:
+        """The answers; ``None``, and counted, for what a server of a cluster has failed to do."""
+        asked = ask_all(session, self._routes, names, question)
+        for fault in asked.faults.values():
+            self._ledger.failed(self._links.fault_of(fault).cause)
+        return asked.answers
 
     def _unlink(self, session: "Session", names: Sequence[bytes]) -> list[bool]:
-        removed = self._flag(session, b"UNLINK", names)
-        self._ledger.removed(removed.count(True))
-        return removed
+        asked = ask_all(session, self._routes, names, Flag(b"UNLINK", names))
+        self._ledger.removed(asked.answers.count(True))
+        for fault in asked.faults.values():
+            raise fault
+        return [removed is True for removed in asked.answers]
 
     def _remove_corrupt(self, names: set[bytes]) -> None:
         if not names:
