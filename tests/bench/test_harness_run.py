@@ -65,11 +65,20 @@ def test_a_line_of_something_else_is_refused(tmp_path: Path) -> None:
         folder.measured()
 
 
-def test_other_options_are_refused(tmp_path: Path) -> None:
+def test_other_contenders_are_refused(tmp_path: Path) -> None:
     RunFolder(tmp_path, OPTIONS)
-    other = Options("quick", ("single",), ("none",), rounds=7)
-    with pytest.raises(ConfigError, match="rounds was None and is 7"):
+    other = Options("quick", ("single",), ("none", "kvstrata"))
+    with pytest.raises(ConfigError, match=r"contenders was \('none',\) and is"):
         RunFolder(tmp_path, other)
+
+
+def test_more_rounds_and_other_workloads_go_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, OPTIONS)
+    folder.append(Rates("single", 0, {}))
+    folder.end_round("single", 0)
+    more = RunFolder(tmp_path, Options("quick", ("single", "chat"), ("none",), rounds=7))
+    assert more.is_done("single", 0)
+    assert not more.is_done("chat", 0)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ _MEASURED: Final = "measured.jsonl"
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What is run. A run goes on only with the same options."""
+    """What is run."""
 
     profile: str
     workloads: tuple[str, ...]
@@ -32,6 +32,17 @@ class Options(msgspec.Struct, frozen=True):
     model: str | None = None  # None: a small random one is made
     trace: str | None = None
     lmcache: str | None = None
+
+    def differences(self, other: "Options") -> list[str]:
+        """For which what is measured with one cannot stand beside what is measured with the other.
+
+        Other workloads and more rounds can.
+        """
+        return [
+            f"{name} was {getattr(other, name)!r} and is {getattr(self, name)!r}"
+            for name in ("profile", "contenders", "model", "trace", "lmcache")
+            if getattr(self, name) != getattr(other, name)
+        ]
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -102,12 +113,7 @@ class RunFolder:
                     f"--output {path}: it holds files and no run", hint="name an empty directory"
                 )
             kept.write_bytes(msgspec.json.format(msgspec.json.encode(options)) + b"\n")
-        elif (before := msgspec.json.decode(kept.read_bytes(), type=Options)) != options:
-            changed = [
-                f"{name} was {getattr(before, name)!r} and is {getattr(options, name)!r}"
-                for name in options.__struct_fields__
-                if getattr(before, name) != getattr(options, name)
-            ]
+        elif changed := options.differences(msgspec.json.decode(kept.read_bytes(), type=Options)):
             raise ConfigError(
                 f"--output {path}: it holds a run with other options: {'; '.join(changed)}",
                 hint="give the same options to go on with it, or another directory",

@@ -90,7 +90,7 @@ class TraceReplay:
 
     @staticmethod
     def _scaled_block(trace: IdTrace, rows: list[Request], scale: Scale) -> int:
-        """Tokens for a block, so that nine of ten prompts need not be cut."""
+        """Tokens for a block, so that nine of ten prompts take at most half of what a prompt may."""
         lengths = sorted(row.input_tokens for row in rows)
         long = lengths[int(0.9 * (len(lengths) - 1))]
-        return int(trace.tokens_per_block * (scale.most_tokens - _ANSWER_TOKENS) / max(long, 1))
+        return int(trace.tokens_per_block * scale.most_tokens / 2 / max(long, 1))
