@@ -34,7 +34,7 @@ PROFILES: Final = {
         prompt_tokens=(1026, 2050, 4098, 8194),
         users=36,
         rates=(0.5, 1.0, 1.5),
-        seconds=20.0,
+        seconds=16.0,
         requests=40,
     ),
     # Four engines: most of five minutes on two cores goes into starting them.

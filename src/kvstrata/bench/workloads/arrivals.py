@@ -7,44 +7,54 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.bench.traffic import Conversation, Traffic, Turn
-from kvstrata.bench.workloads.workload import COLD_TOKENS, Scale, Step, tokens
+from kvstrata.bench.workloads.workload import COLD_TOKENS, Before, Scale, Step, tokens
 from kvstrata.core.errors import ConfigError
 from kvstrata.replay.formats import Reading, open_trace, sample_path
 from kvstrata.replay.id_trace import IdTrace
 from kvstrata.replay.trace import Request
 
-__all__ = ["Arrivals", "TraceReplay", "due_conversations"]
+__all__ = ["Arrivals", "TraceReplay", "documents", "questions", "teach"]
 
 _PEERS: Final = ("none", "roomy", "kvstrata", "native", "lmcache")
 _ANSWER_TOKENS: Final = 16
+_DOCUMENTS: Final = 12
+_QUESTION_TOKENS: Final = 66
+_LOAD: Final = 0.7  # of a trace: of what an engine can compute that has seen none of it
 
 
 class Arrivals:
     title = (
-        "Open loop: prompts of about 2000 tokens arrive at random, each begins with one of sixteen "
-        "documents. A rate of 1 is as many as an engine computes one after the other."
+        "Open loop: questions about one of twelve known documents of about 2000 tokens arrive at "
+        "random. A rate of 1 is as many as an engine computes one after the other."
     )
     contenders = _PEERS
 
     def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
+        known = documents(dice, scale)
+        yield teach(known)
         for rate in scale.rates:
-            count = max(2, round(scale.seconds * rate / scale.cold_seconds))
-            talks = due_conversations(dice, scale, count, scale.cold_seconds / rate)
-            yield Step(f"rate {rate:g}", Traffic(talks, users=0), "reset")
+            yield Step(f"rate {rate:g}", questions(dice, scale, known, rate), "reset")
 
 
-def due_conversations(
-    dice: random.Random, scale: Scale, count: int, mean_seconds: float
-) -> list[Conversation]:
-    """*count* prompts at times of a Poisson process; popular documents are asked about more often."""
-    documents = [tokens(dice, scale, COLD_TOKENS - 66) for _ in range(16)]
-    popularity = [1 / (rank + 1) for rank in range(len(documents))]
+def documents(dice: random.Random, scale: Scale) -> list[list[int]]:
+    """Twice as many as the device caches hold."""
+    return [tokens(dice, scale, COLD_TOKENS - _QUESTION_TOKENS) for _ in range(_DOCUMENTS)]
+
+
+def teach(known: list[list[int]], before: Before = "reset") -> Step:
+    """So that all of them were seen once."""
+    taught = Traffic([Conversation([Turn(document, 1)]) for document in known])
+    return Step("teach", taught, before, measured=False)
+
+
+def questions(dice: random.Random, scale: Scale, known: list[list[int]], rate: float) -> Traffic:
+    """At times of a Poisson process, each about any of the documents."""
     talks, due = [], 0.0
-    for _ in range(count):
-        due += dice.expovariate(1 / mean_seconds)
-        (document,) = dice.choices(documents, popularity)
-        talks.append(Conversation([Turn(document + tokens(dice, scale, 66), _ANSWER_TOKENS)], due))
-    return talks
+    for _ in range(max(2, round(scale.seconds * rate / scale.cold_seconds))):
+        due += dice.expovariate(rate / scale.cold_seconds)
+        prompt = dice.choice(known) + tokens(dice, scale, _QUESTION_TOKENS)
+        talks.append(Conversation([Turn(prompt, _ANSWER_TOKENS)], due))
+    return Traffic(talks, users=0)
 
 
 class TraceReplay:
@@ -71,9 +81,8 @@ class TraceReplay:
         rows = list(islice(trace.read(), scale.requests))
         per_block = max(1, self._scaled_block(trace, rows, scale))
         factor = per_block / trace.tokens_per_block
-        # As fast as an engine computes them when it has seen none of it before.
         cold = sum(r.input_tokens for r in rows) * factor / COLD_TOKENS * scale.cold_seconds
-        slower = cold / max(rows[-1].arrival_seconds - rows[0].arrival_seconds, 1e-9)
+        slower = cold / _LOAD / max(rows[-1].arrival_seconds - rows[0].arrival_seconds, 1e-9)
         seed = dice.getrandbits(32)
         talks = []
         for request in rows:

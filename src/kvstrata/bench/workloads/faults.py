@@ -2,14 +2,16 @@
 
 import random
 from collections.abc import Iterator
+from typing import Final
 
 from kvstrata.bench.traffic import Conversation, Traffic, Turn
-from kvstrata.bench.workloads.arrivals import due_conversations
+from kvstrata.bench.workloads.arrivals import documents, questions, teach
 from kvstrata.bench.workloads.workload import COLD_TOKENS, Scale, Step, tokens
 
 __all__ = ["Restart", "ServerKilled"]
 
-_PROMPTS = 4
+_PROMPTS: Final = 4
+_RATE: Final = 0.7  # of what an engine computes one after the other
 
 
 class Restart:
@@ -35,10 +37,12 @@ class ServerKilled:
     contenders = ("none", "kvstrata", "kvstrata-attached", "lmcache")
 
     def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
-        rate = 0.7
-        count = max(4, round(scale.seconds * rate / scale.cold_seconds))
-        talks = due_conversations(dice, scale, count, scale.cold_seconds / rate)
+        known = documents(dice, scale)
+        yield teach(known, "restart")
         yield Step(
-            "killed", Traffic(talks, users=0), "reset", kill_server_seconds=scale.seconds / 2
+            "killed",
+            questions(dice, scale, known, _RATE),
+            "reset",
+            kill_server_seconds=scale.seconds / 2,
         )
-        yield Step("after it", Traffic(talks, users=0), "reset")
+        yield Step("after it", questions(dice, scale, known, _RATE), "reset")

@@ -3,12 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from kvstrata.bench.traffic import Conversation, Traffic, Turn
 
-__all__ = ["Scale", "Step", "Tier", "Workload", "one_prompt", "tokens"]
+__all__ = ["COLD_TOKENS", "Before", "Scale", "Step", "Tier", "Workload", "one_prompt", "tokens"]
 
+COLD_TOKENS: Final = 2050  # whole blocks and two: ExampleConnector finds nothing at one
 Before = Literal["nothing", "reset", "restart"]
 Tier = Literal["none", "device", "host", "disk", "remote"]
 
@@ -25,9 +26,6 @@ class Scale:
     vocabulary: int
     most_tokens: int  # of a prompt and its answer
     cold_seconds: float  # to the first token of COLD_TOKENS new ones, measured here and now
-
-
-COLD_TOKENS = 2050  # whole blocks and two: ExampleConnector finds nothing at one
 
 
 @dataclass(frozen=True, slots=True)
