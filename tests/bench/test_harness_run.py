@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.bench.processes import usage_of
+from kvstrata.bench.processes import cpu_seconds_of, usage_of
 from kvstrata.bench.record import Measured, Options, Rates, RunFolder
 from kvstrata.bench.workloads import NAMES, workloads
 from kvstrata.bench.workloads.workload import Scale
@@ -146,4 +146,5 @@ def test_usage_of_this_process() -> None:
     assert usage["client"].cpu_seconds > 0
     assert usage["client"].memory_bytes > 1 << 20
     assert usage["server"].memory_bytes == 0
+    assert cpu_seconds_of([os.getpid()]) >= usage["client"].cpu_seconds
     assert usage_of(os.getpid(), [os.getpid()])["server"].memory_bytes > 1 << 20

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvstrata.bench.contenders import CONTENDERS, Deployment
-from kvstrata.bench.processes import Role, Usage, usage_of
+from kvstrata.bench.processes import Role, Usage, cpu_seconds_of, usage_of
 from kvstrata.bench.services import start_service
 from kvstrata.bench.traffic import (
     Ask,
@@ -142,7 +142,7 @@ class Member:
         self._end_service()
 
     def _cpu_seconds(self) -> float:
-        return sum(usage.cpu_seconds for usage in self.usage().values())
+        return cpu_seconds_of([self._process.pid, *self.server_pids])
 
     def _start_service(self) -> subprocess.Popen[bytes] | None:
         service = CONTENDERS[self.name].service

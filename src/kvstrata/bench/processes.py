@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-__all__ = ["ROLES", "Role", "Usage", "usage_of"]
+__all__ = ["ROLES", "Role", "Usage", "cpu_seconds_of", "usage_of"]
 
 Role = Literal["client", "engine", "server"]
 ROLES: Final[tuple[Role, ...]] = ("client", "engine", "server")
@@ -45,6 +45,12 @@ def usage_of(client_pid: int, server_pids: Iterable[int]) -> dict[Role, Usage]:
     }
 
 
+def cpu_seconds_of(pids: Iterable[int]) -> float:
+    """Of *pids* and their descendants together. Cheap: it does not look at their memory."""
+    members = {member for pid in pids for member in _family(pid)}
+    return sum(map(_cpu_seconds, members))
+
+
 def _family(pid: int) -> list[int]:
     """*pid* and all its descendants that live."""
     try:
@@ -61,20 +67,29 @@ def _family(pid: int) -> list[int]:
 def _usage(pid: int) -> Usage:
     process = Path(f"/proc/{pid}")
     try:
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
         memory = _numbers(process / "smaps_rollup").get("Pss", 0)
         io = _numbers(process / "io")
     except OSError:  # it has ended
         return Usage()
-    ticks = int(fields[11]) + int(fields[12])  # utime and stime
-    return Usage(ticks / _TICKS, memory * _KIB, io.get("read_bytes", 0), io.get("write_bytes", 0))
+    return Usage(
+        _cpu_seconds(pid), memory * _KIB, io.get("read_bytes", 0), io.get("write_bytes", 0)
+    )
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS  # utime and stime
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """``Name: number ...`` of each line that is so."""
-    rows = (line.partition(":") for line in path.read_text().splitlines())
-    return {
-        name: int(rest.split()[0])
-        for name, _, rest in rows
-        if rest.split()[:1] != [] and rest.split()[0].isdigit()
-    }
+    """The number of each line ``Name: number ...``."""
+    found = {}
+    for line in path.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        first, *_ = [*rest.split(), ""]
+        if first.isdigit():
+            found[name] = int(first)
+    return found
