@@ -17,13 +17,16 @@ import itertools
 import random
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bench.engine_process import Engine
-from bench.vllm_hit import VOCABULARY, start_engines
+from bench.members import asked_at_once, roomy_members
+
+from kvstrata.bench.fleet import EngineFailed, Member
+from kvstrata.bench.models import VOCABULARY, random_model
+from kvstrata.bench.traffic import Answer
 
 __all__ = ["Cell", "Pair", "cells", "prompt_of"]
 
@@ -105,49 +108,55 @@ def pairs_of(tokens: int) -> int:
 
 
 class Bench:
-    def __init__(self, engines: dict[str, Engine], seed: int) -> None:
-        self._engines = engines
+    def __init__(self, members: Mapping[str, Member], seed: int) -> None:
+        self._members = members
         self._random = random.Random(seed)
 
     def pair(self, tokens: int, share: float, number: int) -> Pair:
         """Teach the blending engine documents of their own, then ask both."""
         size = int(tokens * share) // DOCUMENTS
         documents = [_new(self._random, size) for _ in range(DOCUMENTS)] if size else []
-        blend = self._engines[BLEND]
+        blend = self._members[BLEND]
         if documents:  # whole blocks of them are saved
             before, behind = _new(self._random, 17), _new(self._random, 100)
-            blend.batch([before + document + behind for document in documents], 1)
+            blend.run(asked_at_once([before + document + behind for document in documents]))
             blend.settle()
             blend.reset()
-        seconds, cached = {}, 0
+        answers: dict[str, Answer] = {}
         for name in (FULL, BLEND) if number % 2 else (BLEND, FULL):
-            engine = self._engines[name]
-            engine.ask(_new(self._random, 8))  # an engine in use
+            member = self._members[name]
+            member.run(asked_at_once([_new(self._random, 8)]))  # an engine in use
             prompt = prompt_of(documents, tokens, self._random)
-            seconds[name], found = engine.ask(prompt, blend=name == BLEND)
-            cached = found if name == BLEND else cached
-            engine.settle()
-        return Pair(tokens, share, seconds[FULL], seconds[BLEND], cached)
+            (answer,) = member.run(asked_at_once([prompt], blend=name == BLEND)).answers
+            if answer.failure:
+                raise EngineFailed(f"{name}: {answer.failure}")
+            answers[name] = answer
+            member.settle()
+        full, blended = answers[FULL], answers[BLEND]
+        return Pair(
+            tokens,
+            share,
+            full.first_token_seconds,
+            blended.first_token_seconds,
+            blended.cached_tokens,
+        )
 
 
 def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair]]:
-    options.configurations, options.lmcache = [FULL, BLEND], None
-    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=options.folder) as folder:
-        engines = start_engines(options, Path(folder))
-        try:
-            bench = Bench(engines, options.seed)
-            for shape in MIX[-2:]:  # warms up
-                bench.pair(*shape, 0)
-            documents = [bench.pair(PROMPT_TOKENS, SHARE, i) for i in range(options.rounds)]
-            mix = [
-                bench.pair(*shape, i + again)
-                for i in range(options.rounds // 2 + 1)
-                for shape in MIX
-                for again in range(pairs_of(shape[0]))
-            ]
-        finally:
-            for engine in engines.values():
-                engine.close()
+    make_model = partial(
+        random_model, layers=options.layers, hidden=options.hidden, dtype=options.dtype
+    )
+    with roomy_members((FULL, BLEND), options.folder, make_model) as (members, _):
+        bench = Bench(members, options.seed)
+        for shape in MIX[-2:]:  # warms up
+            bench.pair(*shape, 0)
+        documents = [bench.pair(PROMPT_TOKENS, SHARE, i) for i in range(options.rounds)]
+        mix = [
+            bench.pair(*shape, i + again)
+            for i in range(options.rounds // 2 + 1)
+            for shape in MIX
+            for again in range(pairs_of(shape[0]))
+        ]
     return documents, mix
 
 
@@ -174,9 +183,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_const", const=3, dest="rounds")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=512, help="a multiple of 128")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--folder", help="for models and caches; default: the temporary directory")
+    parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     documents, mix = measure(options)

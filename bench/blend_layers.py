@@ -22,7 +22,8 @@ from typing import Any, Final
 import numpy as np
 from bench.blend.checkpoint import SHIPPED
 from bench.blend.task import BOS, DOCUMENT_TOKENS, FILLER, Kind, make_prompts
-from bench.engine_process import environment
+
+from kvstrata.bench.fleet import environment
 
 __all__ = ["Found", "Prompt", "best", "pairs", "read_prompts", "shipped_prompts", "table"]
 
@@ -162,7 +163,7 @@ def ask_child(order: dict[str, Any]) -> Found:
         said, answer = Path(folder, "order.json"), Path(folder, "found.json")
         said.write_text(json.dumps(order), encoding="utf-8")
         child = [sys.executable, "-m", "bench.blend_layers", "--child", str(said), str(answer)]
-        subprocess.run(child, stdout=sys.stderr, env=environment(), check=True)
+        subprocess.run(child, stdout=sys.stderr, env=environment(None), check=True)
         found = json.loads(answer.read_text(encoding="utf-8"))
     return Found(**{**found, "layers": tuple(found["layers"])})
 

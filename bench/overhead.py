@@ -1,17 +1,12 @@
-"""What KVStrata costs vLLM when it has nothing to give, and what a hit costs beside its peers.
+"""What KVStrata costs vLLM when it has nothing to give: throughput beside no connector.
 
-    python -m bench.overhead --lmcache FOLDER                  # 20 rounds, 15 repetitions
-    python -m bench.overhead --lmcache FOLDER --quick          # 3 and 3
-    python -m bench.overhead --only throughput --json run.json # one part; every measurement
+    python -m bench.overhead                   # 20 rounds
+    python -m bench.overhead --quick           # 3
+    python -m bench.overhead --json run.json   # every measurement
 
-Two parts, each with engines of its own that run side by side and take turns:
-
-* ``throughput``: batches of prompts with KVStrata and without a connector, A B B A; first with
-  nothing to be found, then with all of it in the device cache.
-* ``peers``: the first token of a prompt of 2050 tokens with KVStrata, LMCache's daemon, vLLM's
-  ExampleConnector and no connector: a miss, a device hit, and a hit in what is outside.
-
-What the hooks cost a step of the scheduler is measured by ``step_hooks.py``.
+Batches of prompts with KVStrata and without a connector, A B B A; first with nothing to be found, then
+with all of it in the device cache. What the hooks cost a step of the scheduler is measured by
+``step_hooks.py``, what a hit costs beside its peers by ``kvstrata bench --workload single``.
 """
 
 import argparse
@@ -20,34 +15,19 @@ import json
 import random
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.engine_process import Engine, environment
-from bench.vllm_hit import (
-    VOCABULARY,
-    Bound,
-    Run,
-    Sample,
-    Samples,
-    Verdict,
-    add_engine_options,
-    choose_configurations,
-    failed_hits,
-    markdown,
-    start_engines,
-    verdicts,
-)
+from bench.members import asked_at_once, roomy_members
 
-__all__ = ["Batch", "Share", "parse", "peer_bounds", "shares", "turns"]
+from kvstrata.bench.fleet import Member, environment
+from kvstrata.bench.models import Model
 
-PARTS: Final = ("throughput", "peers")
-PEERS: Final = ("none", "kvstrata", "lmcache", "example")
-PEER_PROMPT_TOKENS: Final = 2050
+__all__ = ["Batch", "Share", "parse", "shares", "table", "throughput", "turns"]
+
 LEAST_SHARE: Final = {"miss": 0.97, "device hit": 0.99}  # of the throughput without a connector
-ENGINE_BLOCK_TOKENS: Final = 32
+CONTENDERS: Final = ("none", "kvstrata")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,109 +110,67 @@ def table(batches: Sequence[Batch]) -> str:
     return "\n".join(lines)
 
 
-def peer_bounds() -> Iterator[Bound]:
-    """KVStrata is ahead of both in all three."""
-    at = (PEER_PROMPT_TOKENS,)
-    for name, external in (("lmcache", "host hit"), ("example", "disk hit")):
-        for ours, theirs in (
-            ("miss", "miss"),
-            ("device hit", "device hit"),
-            ("host hit", external),
-        ):
-            text = f"{ours} / {name}'s {theirs}"
-            yield Bound(text, at, (ours, "kvstrata"), (theirs, name), 1.0)
-
-
-def throughput(engines: dict[str, Engine], options: argparse.Namespace) -> list[Batch]:
+def throughput(
+    members: Mapping[str, Member], model: Model, options: argparse.Namespace
+) -> list[Batch]:
     """*options.rounds* rounds; the one before them warms up and is not counted."""
     drawn = random.Random(1)
-    cached_when_hit = (options.prompt_tokens - 1) // ENGINE_BLOCK_TOKENS * ENGINE_BLOCK_TOKENS
+    block = model.engine_block_tokens
+    cached_when_hit = (options.prompt_tokens - 1) // block * block
     tokens = options.prompts * (options.prompt_tokens + options.new_tokens)
     batches = []
     for number in range(options.rounds + 1):
         sets = [
             [
-                [drawn.randrange(1, VOCABULARY) for _ in range(options.prompt_tokens)]
+                [drawn.randrange(1, model.vocabulary) for _ in range(options.prompt_tokens)]
                 for _ in range(options.prompts)
             ]
             for _ in range(2)
         ]
         for operation in LEAST_SHARE:
-            expected = options.prompts * cached_when_hit if operation == "device hit" else 0
-            order = ("none", "kvstrata") if number % 2 else ("kvstrata", "none")
+            expected = cached_when_hit if operation == "device hit" else 0
+            order = CONTENDERS if number % 2 else CONTENDERS[::-1]
             for name, which in turns(*order):
-                seconds, cached = engines[name].batch(sets[which], options.new_tokens)
-                engines[name].settle()
-                batch = Batch(number, operation, name, seconds, tokens, cached == expected)
-                batches.append(batch)
-        for engine in engines.values():
-            engine.reset()  # room for the next round's prompts, and none of these to be found
+                ran = members[name].run(asked_at_once(sets[which], options.new_tokens))
+                members[name].settle()
+                as_meant = all(
+                    answer.failure is None and answer.cached_tokens == expected
+                    for answer in ran.answers
+                )
+                batches.append(Batch(number, operation, name, ran.seconds, tokens, as_meant))
+        for member in members.values():
+            member.reset()  # room for the next round's prompts, and none of these to be found
     return [batch for batch in batches if batch.round > 0]
 
 
-def peers(engines: dict[str, Engine], options: argparse.Namespace) -> list[Sample]:
-    run = Run(engines, lambda: None, (PEER_PROMPT_TOKENS,))
-    for number in range(options.repetitions + 1):
-        run.repetition(number)
-    return [sample for sample in run.samples if sample.repetition > 0]
-
-
-def run_part(part: str, options: argparse.Namespace) -> tuple[list[Batch], list[Sample]]:
-    """Start the engines of *part*, measure, and end them."""
-    names = ("none", "kvstrata") if part == "throughput" else options.configurations
-    part_options = argparse.Namespace(**{**vars(options), "configurations": names})
-    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=options.folder) as folder:
-        engines = start_engines(part_options, Path(folder))
-        try:
-            if part == "throughput":
-                return throughput(engines, options), []
-            return [], peers(engines, options)
-        finally:
-            for engine in engines.values():
-                engine.close()
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="KVStrata's cost in vLLM, and its peers'.")
-    add_engine_options(parser)
-    parser.add_argument("--only", choices=PARTS, help="default: both parts")
-    parser.add_argument("--rounds", type=int, default=20, help="of throughput; default: 20")
-    parser.add_argument("--repetitions", type=int, default=15, help="of peers; default: 15")
-    parser.add_argument("--quick", action="store_true", help="3 rounds, 3 repetitions")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20, help="default: 20")
+    parser.add_argument("--quick", action="store_const", const=3, dest="rounds", help="3 rounds")
     parser.add_argument("--prompts", type=int, default=16, help="of a batch; default: 16")
     parser.add_argument("--prompt-tokens", type=int, default=514, help="default: 514")
     parser.add_argument("--new-tokens", type=int, default=32, help="default: 32")
+    parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds = options.repetitions = 3
-    choose_configurations(parser, options, PEERS)
-    return options
+    return parser.parse_args(arguments)
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    batches: list[Batch] = []
-    samples: list[Sample] = []
-    for part in [options.only] if options.only else PARTS:
-        more_batches, more_samples = run_part(part, options)
-        batches += more_batches
-        samples += more_samples
-    judged: list[Share | Verdict] = [*shares(batches), *verdicts(Samples(samples), peer_bounds())]
-    if batches:
-        print(table(batches), end="\n\n")
-    if samples:
-        print(markdown(Samples(samples)), end="\n\n")
-    print(*judged, sep="\n")
+    with roomy_members(CONTENDERS, options.folder) as (members, model):
+        batches = throughput(members, model, options)
+    print(table(batches), end="\n\n")
+    print(*shares(batches), sep="\n")
     if options.json:
-        about = {k: str(v) for k, v in vars(options).items()}
-        about["threads_bind"] = environment()["VLLM_CPU_OMP_THREADS_BIND"]
-        rows = [*map(dataclasses.asdict, batches), *map(dataclasses.asdict, samples)]
+        about = {name: str(value) for name, value in vars(options).items()}
+        about["model"] = model.title
+        about["threads_bind"] = environment(None)["VLLM_CPU_OMP_THREADS_BIND"]
+        rows = [dataclasses.asdict(batch) for batch in batches]
         options.json.write_text(json.dumps({"about": about, "measured": rows}, indent=1) + "\n")
-    failed = failed_hits(samples) + [
-        f"{b.configuration}: round {b.round}: a batch was no {b.operation}"
-        for b in batches
-        if not b.as_meant
+    failed = [
+        f"{batch.configuration}: round {batch.round}: a batch was no {batch.operation}"
+        for batch in batches
+        if not batch.as_meant
     ]
     if failed:
         print(*failed, sep="\n", file=sys.stderr)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.vllm_hit import percentile
+from kvstrata.bench.figures import percentile
 
 __all__ = ["Steps", "markdown", "timed", "verdict"]
 

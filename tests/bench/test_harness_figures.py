@@ -69,6 +69,19 @@ def test_ratios_are_of_one_round() -> None:
     assert figures.to_cold == 0.5
 
 
+def test_a_round_in_which_one_was_another_hit_than_meant_is_in_no_ratio() -> None:
+    rows = [
+        row("none", answer(2.0), name="miss, 9 tokens", tier="none"),
+        row("none", answer(2.0), name="miss, 9 tokens", tier="none", round=1),
+        row("kvstrata", answer(1.0), name="host hit, 9 tokens", tier="host"),
+        row(
+            "kvstrata", answer(8.0), round=1, name="host hit, 9 tokens", tier="host", as_meant=False
+        ),
+    ]
+    (figures,) = Results(rows, [], 1.0).figures("single", "host hit, 9 tokens")
+    assert figures.to_cold == 0.5
+
+
 def test_best_peer_is_the_soonest_that_is_not_ours() -> None:
     rows = [
         row(name, answer(seconds))

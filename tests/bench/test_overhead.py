@@ -1,20 +1,10 @@
 """The arithmetic and the options of bench/overhead.py; no engine."""
 
-from pathlib import Path
-
 import pytest
-from bench.overhead import (
-    PEER_PROMPT_TOKENS,
-    PEERS,
-    Batch,
-    parse,
-    peer_bounds,
-    shares,
-    table,
-    throughput,
-    turns,
-)
-from bench.vllm_hit import Sample, Samples, verdicts
+from bench.overhead import Batch, parse, shares, table, throughput, turns
+
+from kvstrata.bench.models import Model
+from kvstrata.bench.traffic import Answer, Ran, Traffic
 
 
 def round_of(number: int, operation: str, none: float, ours: float, **changes: bool) -> list[Batch]:
@@ -66,28 +56,24 @@ def test_table_has_tokens_a_second() -> None:
     ]
 
 
-def test_ahead_of_both_peers_in_all_three() -> None:
-    def sample(operation: str, configuration: str, seconds: float) -> Sample:
-        return Sample(1, PEER_PROMPT_TOKENS, operation, configuration, 0, seconds, 0, True)
-
-    samples = [sample(op, "kvstrata", 1.0) for op in ("miss", "device hit", "host hit")]
-    samples += [sample(op, "lmcache", 1.1) for op in ("miss", "device hit", "host hit")]
-    samples += [sample(op, "example", 0.9) for op in ("miss", "device hit", "disk hit")]
-    judged = verdicts(Samples(samples), peer_bounds())
-    assert [v.met for v in judged] == [True] * 3 + [False] * 3
-    assert [v.tokens for v in judged] == [PEER_PROMPT_TOKENS] * 6
-
-
-class FakeEngine:
+class FakeMember:
     """Knows what it was asked since the last reset, in blocks of 32."""
 
-    def __init__(self) -> None:
+    def __init__(self, failure: str | None = None) -> None:
+        self._failure = failure
         self._seen: set[tuple[int, ...]] = set()
+        self.at_once: list[int] = []
 
-    def batch(self, prompts: list[list[int]], _: int) -> tuple[float, int]:
-        known = [p for p in prompts if tuple(p) in self._seen]
-        self._seen |= {tuple(p) for p in prompts}
-        return 1.0, sum((len(p) - 1) // 32 * 32 for p in known)
+    def run(self, traffic: Traffic) -> Ran:
+        self.at_once.append(traffic.users)
+        prompts = [tuple(talk.turns[0].tokens) for talk in traffic.conversations]
+        known = [(len(p) - 1) // 32 * 32 if p in self._seen else 0 for p in prompts]
+        self._seen.update(prompts)
+        answers = [
+            Answer(number, 0, 65, cached, 0.5, [], 32, self._failure)
+            for number, cached in enumerate(known)
+        ]
+        return Ran(1.0, answers)
 
     def settle(self) -> None:
         """It is always at rest."""
@@ -96,23 +82,31 @@ class FakeEngine:
         self._seen.clear()
 
 
+MODEL = Model("", "float32", 1024, 6144, 8448, 32, "")
+
+
 def test_batches_miss_first_and_hit_then_and_the_first_round_is_not_counted() -> None:
     options = parse(["--rounds", "2", "--prompts", "3", "--prompt-tokens", "65"])
-    engines = {"none": FakeEngine(), "kvstrata": FakeEngine()}
-    batches = throughput(engines, options)  # type: ignore[arg-type]  # as much of an engine as is used
+    members = {"none": FakeMember(), "kvstrata": FakeMember()}
+    batches = throughput(members, MODEL, options)  # type: ignore[arg-type]  # as much of a member as is used
     assert {b.round for b in batches} == {1, 2}
     assert all(b.as_meant for b in batches)
     assert [b.operation for b in batches[:8]] == ["miss"] * 4 + ["device hit"] * 4
+    assert [b.configuration for b in batches[:4]] == ["none", "kvstrata", "kvstrata", "none"]
     assert {b.tokens for b in batches} == {3 * (65 + 32)}
+    assert {b.seconds for b in batches} == {1.0}
+    assert set(members["none"].at_once) == {3}
     assert [s.rounds for s in shares(batches)] == [2, 2]
 
 
-def test_options(capsys: pytest.CaptureFixture[str]) -> None:
-    quick = parse(["--quick"])
-    assert (quick.rounds, quick.repetitions) == (3, 3)
-    assert quick.configurations == ["none", "kvstrata", "example"]
-    assert parse(["--lmcache", "/x"]).configurations == list(PEERS)
-    assert parse(["--lmcache", "/x"]).lmcache == Path("/x")
-    with pytest.raises(SystemExit):
-        parse(["--configurations", "kvstrata", "lmcache"])
-    assert "lmcache needs --lmcache FOLDER" in capsys.readouterr().err
+def test_a_batch_with_an_answer_that_failed_is_not_as_meant() -> None:
+    options = parse(["--rounds", "1", "--prompts", "1", "--prompt-tokens", "65"])
+    members = {"none": FakeMember(), "kvstrata": FakeMember("no answer in 60 s")}
+    batches = throughput(members, MODEL, options)  # type: ignore[arg-type]  # as much of a member as is used
+    assert {b.configuration for b in batches if b.as_meant} == {"none"}
+    assert shares(batches) == []
+
+
+def test_options() -> None:
+    assert parse([]).rounds == 20
+    assert parse(["--quick"]).rounds == 3

@@ -3,14 +3,16 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["MOST_TOKENS", "Model", "random_model", "users_model"]
+__all__ = ["MOST_TOKENS", "VOCABULARY", "DType", "Model", "random_model", "users_model"]
+
+DType = Literal["float32", "bfloat16"]
 
 MOST_TOKENS: Final = 8448  # of a prompt and its answer
-_VOCABULARY: Final = 1024
+VOCABULARY: Final = 1024  # of the random model
 _CPU_BLOCK_TOKENS: Final = 32  # what vLLM's CPU backend needs a multiple of
 _BLOCK_TOKENS: Final = 16
 _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -27,26 +29,31 @@ class Model:
     title: str
 
 
-def random_model(folder: Path, on_cpu: bool) -> Model:
-    """A Llama of 6 layers in float32, 6 KiB of KV a token: a hit saves little, so all costs show."""
+def random_model(
+    folder: Path, on_cpu: bool, *, layers: int = 6, hidden: int = 384, dtype: DType = "float32"
+) -> Model:
+    """A small Llama; its KV takes 6 KiB a token, so that a hit saves little and all costs show.
+
+    *hidden* is a multiple of 128.
+    """
     from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
 
     shape = TinyLlama(
-        hidden_size=384,
-        intermediate_size=768,
-        layers=6,
-        heads=12,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        layers=layers,
+        heads=hidden // 32,
         kv_heads=4,
-        vocab_size=_VOCABULARY,
+        vocab_size=VOCABULARY,
         max_position=MOST_TOKENS,
-        dtype="float32",
+        dtype=dtype,
     )
     write_tiny_llama(folder, shape)
     return Model(
         str(folder),
         shape.dtype,
-        _VOCABULARY,
-        shape.layers * 2 * shape.kv_heads * shape.head_dim * 4,
+        VOCABULARY,
+        shape.layers * 2 * shape.kv_heads * shape.head_dim * _DTYPE_BYTES[shape.dtype],
         MOST_TOKENS,
         _CPU_BLOCK_TOKENS if on_cpu else _BLOCK_TOKENS,
         f"random Llama, {shape.layers} layers, hidden size {shape.hidden_size}, {shape.dtype}",

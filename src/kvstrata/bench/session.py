@@ -20,7 +20,7 @@ from kvstrata.bench.traffic import Answer, Conversation, Counters, Ran, Traffic,
 from kvstrata.bench.workloads import workloads
 from kvstrata.bench.workloads.workload import COLD_TOKENS, Scale, Step, Workload, one_prompt, tokens
 
-__all__ = ["Progress", "Session", "rounds_of"]
+__all__ = ["Progress", "Session", "deployment", "rounds_of"]
 
 _DEVICE_TOKENS: Final = 12_288  # what the device caches hold, but that of "roomy"
 _ROOMY_TOKENS: Final = 131_072
@@ -46,6 +46,29 @@ class Progress(Protocol):
 
 def rounds_of(options: Options, workload: str) -> int:
     return options.rounds or PROFILES[options.profile].rounds_of(workload)
+
+
+def deployment(
+    name: str, model: Model, scratch: Path, longest_tokens: int, engines: int
+) -> Deployment:
+    """Of *name*, one of *engines* that run side by side, for prompts of up to *longest_tokens*."""
+    block = model.engine_block_tokens
+    return Deployment(
+        contender=name,
+        folder=str(scratch / name),
+        model=model.path,
+        dtype=model.dtype,
+        engine_id=f"bench-{os.getpid()}-{name}",
+        block_tokens=block,
+        device_blocks=_DEVICE_TOKENS // block,
+        roomy_blocks=_ROOMY_TOKENS // block,
+        host_bytes=_HOST_TOKENS * model.token_bytes,
+        small_host_bytes=int(_SMALL_HOST_PROMPTS * longest_tokens * model.token_bytes),
+        disk_bytes=_BELOW_TOKENS * model.token_bytes,
+        max_model_tokens=model.most_tokens,
+        device_share=0.9 / engines,
+        port=free_port(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +107,11 @@ class Session:
         self.progress.say(f"{workload}: starting {len(lacking)} engines")
         variables = environment(Path(self.options.lmcache) if self.options.lmcache else None)
         for name in lacking:
-            fleet[name] = Member(name, self._deployment(name, len(wanted)), variables)
+            longest = max(PROFILES[self.options.profile].prompt_tokens)
+            plan = deployment(name, self.model, self.scratch, longest, len(wanted))
+            fleet[name] = Member(name, plan, variables)
         for name in lacking:
             fleet[name].wait_ready()
-
-    def _deployment(self, name: str, engines: int) -> Deployment:
-        token_bytes = self.model.token_bytes
-        longest = max(PROFILES[self.options.profile].prompt_tokens)
-        block = self.model.engine_block_tokens
-        return Deployment(
-            contender=name,
-            folder=str(self.scratch / name),
-            model=self.model.path,
-            dtype=self.model.dtype,
-            engine_id=f"bench-{os.getpid()}-{name}",
-            block_tokens=block,
-            device_blocks=_DEVICE_TOKENS // block,
-            roomy_blocks=_ROOMY_TOKENS // block,
-            host_bytes=_HOST_TOKENS * token_bytes,
-            small_host_bytes=int(_SMALL_HOST_PROMPTS * longest * token_bytes),
-            disk_bytes=_BELOW_TOKENS * token_bytes,
-            max_model_tokens=self.model.most_tokens,
-            device_share=0.9 / engines,
-            port=free_port(),
-        )
 
     def _scale(self, fleet: dict[str, Member]) -> Scale:
         """With the time of a cold prompt, as the first contender takes it now."""

@@ -24,7 +24,7 @@ _BLOCK_TOKENS: Final = 64  # KVStrata's; prompts are whole blocks of everybody, 
 class Single:
     title = "One prompt at a time: time to the first token of a miss, and of a hit in each tier."
     contenders = (
-        *("none", "kvstrata", "kvstrata-disk", "kvstrata-remote"),
+        *("none", "kvstrata", "kvstrata-layerwise", "kvstrata-disk", "kvstrata-remote"),
         *("native", "native-disk", "example", "lmcache"),
     )
 
