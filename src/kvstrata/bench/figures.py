@@ -36,7 +36,7 @@ class Figures:
     first_token_most: float | None
     gap_median: float | None  # between outputs of tokens
     gap_p99: float | None
-    tokens_per_second: float | None  # of prompts and answers
+    tokens_per_second: float | None  # of prompts and answers; not of prompts one by one
     goodput: float | None  # answers a second whose first token came in time
     reused_share: float | None  # of the tokens of prompts
     cpu_seconds: dict[Role, float]  # per request
@@ -88,6 +88,8 @@ class Results:
         gaps = [gap for answer in answers for gap in answer.gap_seconds]
         seconds = sum(row.seconds for row in valid)
         prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+        all_tokens = prompt_tokens + sum(answer.answer_tokens for answer in answers)
+        one_by_one = rows[0].tier is not None
         in_time = sum(first <= self._in_time_seconds for first in firsts)
         asked = max(1, sum(len(row.answers) for row in valid))
         peer, to_peer = self._best_peer(workload, step, name)
@@ -103,10 +105,8 @@ class Results:
             first_token_most=_of_some(max, firsts),
             gap_median=_of_some(statistics.median, gaps),
             gap_p99=_of_some(lambda values: percentile(values, 99), gaps),
-            tokens_per_second=_share(
-                prompt_tokens + sum(a.answer_tokens for a in answers), seconds
-            ),
-            goodput=_share(in_time, seconds),
+            tokens_per_second=None if one_by_one else _share(all_tokens, seconds),
+            goodput=None if one_by_one else _share(in_time, seconds),
             reused_share=_share(sum(answer.cached_tokens for answer in answers), prompt_tokens),
             cpu_seconds={
                 role: sum(row.used[role].cpu_seconds for row in valid if row.used) / asked
