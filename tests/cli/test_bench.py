@@ -33,6 +33,11 @@ def test_lmcache_is_not_measured_where_it_is_not(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_workload_that_no_contender_takes_part_in_is_refused(tmp_path: Path) -> None:
+    arguments = ("--workload", "documents", "--contender", "native", "--output", str(tmp_path))
+    assert "none of the contenders takes part" in refused(*arguments)
+
+
 def test_valkey_is_not_measured_where_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,7 +57,7 @@ def finished_run(path: Path, *, as_meant: bool) -> list[str]:
     options = Options("quick", ("single", "chat"), ("none", "kvstrata"), rounds=1)
     folder = RunFolder(path, options)
     machine = Machine("a processor", 2, 1 << 34, "Linux", {"kvstrata": "0"}, "cpu", "0,1")
-    folder.describe(About(machine, "a model", 0.5))
+    folder.describe(About(machine, "a model", 0.5, "none"))
     for workload, name in (("single", "host hit, 1026 tokens"), ("chat", "chat")):
         folder.append(Rates(workload, 0, {"host": 1e9}))
         for contender, seconds in (("none", 1.0), ("kvstrata", 0.25)):
@@ -108,28 +113,30 @@ def test_a_hit_that_was_none_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.alone
 def test_hits_of_a_real_engine(tmp_path: Path) -> None:
-    """One engine with a disk tier, through all steps of single prompts; then nothing is left to do."""
+    """One engine through the steps of single prompts; then nothing is left to do."""
     arguments = [
         *("bench", "--output", str(tmp_path / "run"), "--rounds", "1", "--json"),
-        *("--workload", "single", "--contender", "kvstrata-disk"),
+        *("--workload", "single", "--contender", "kvstrata"),
     ]
     first = kvstrata(*arguments, timeout_seconds=280)
-    assert first.returncode == 0, first.stderr
+    assert first.returncode == 0, first.stdout + first.stderr
     steps = json.loads(first.stdout)["workloads"]["single"]
     assert list(steps) == [
         f"{hit}, {count} tokens"
-        for hits, counts in ((("miss", "device hit"), (1026, 2050)), (("disk hit",), (1026, 2050)))
-        for count in counts
-        for hit in hits
+        for count in (1026, 2050)
+        for hit in ("miss", "device hit", "host hit")
     ]
     for name, (figures,) in steps.items():
-        whole = {"miss": 0.0, "device hit": 1.0, "disk hit": 1.0}[name.partition(",")[0]]
+        whole = 0.0 if name.startswith("miss") else 1.0
         assert figures["reused_share"] == pytest.approx(whole, abs=0.01)
         assert figures["cpu_seconds"]["engine"] > 0
         assert figures["memory_bytes"] > 1 << 28
-    (disk,) = steps["disk hit, 2050 tokens"]
-    assert disk["moved_bytes"]["disk read"] >= 2048 * 6144
+    (host,) = steps["host hit, 2050 tokens"]
+    assert host["moved_bytes"]["host read"] == 2048 * 6144
+    (miss,) = steps["miss, 2050 tokens"]
+    assert miss["moved_bytes"]["host write"] == 2048 * 6144
     kept = (tmp_path / "run" / "measured.jsonl").read_bytes()
     again = kvstrata(*arguments)
     assert again.returncode == 0, again.stderr

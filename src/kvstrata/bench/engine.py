@@ -143,7 +143,8 @@ class Engine:
             self._server = self._server or observe(self._socket())
             report = self._server.stats()
         except ServerUnavailable:  # it was killed; the next one is asked anew
-            self._server, report = None, None
+            self._leave_server()
+            report = None
         if report is None:
             return Counted(Counters())
         moved = {f"{o.tier} {o.operation}": o.moved_bytes for o in report.operations}
@@ -162,9 +163,13 @@ class Engine:
         return Counted(Counters(moved, promoted, waiting))
 
     def close(self) -> None:
+        self._leave_server()
+        self._engine.shutdown()
+
+    def _leave_server(self) -> None:
         if self._server is not None:
             self._server.close()
-        self._engine.shutdown()
+        self._server = None
 
     def _server_pids(self) -> list[int]:
         if not self._deployment.contender.startswith("kvstrata"):

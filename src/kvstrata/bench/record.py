@@ -62,7 +62,8 @@ class About(msgspec.Struct, frozen=True):
 
     machine: Machine
     model: str
-    cold_seconds: float  # to the first token of COLD_TOKENS new ones, without a connector
+    cold_seconds: float  # to the first token of COLD_TOKENS new ones
+    cold_contender: str  # with it
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):

@@ -86,8 +86,8 @@ def _head(about: About) -> str:
         f"{machine.cores} cores of {machine.processor}, {human_bytes(machine.memory_bytes)}, "
         f"{machine.device}; {machine.system}; {versions}. {about.model}. Threads bound to cores "
         f"{machine.threads_bind} for all. A prompt of {COLD_TOKENS} new tokens takes "
-        f"{about.cold_seconds * 1e3:.0f} ms without a connector; a first token is in time within "
-        f"{_IN_TIME:g} times that."
+        f"{about.cold_seconds * 1e3:.0f} ms with {CONTENDERS[about.cold_contender].title}; a first "
+        f"token is in time within {_IN_TIME:g} times that."
     )
 
 

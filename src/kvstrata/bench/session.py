@@ -132,7 +132,7 @@ class Session:
             cold = min(_first_token(first, scale, number) for number in range(_COLD_TIMES))
             bind = environment(None)["VLLM_CPU_OMP_THREADS_BIND"]
             machine = this_machine(first.device, bind)
-            self.folder.describe(About(machine, self.model.title, cold))
+            self.folder.describe(About(machine, self.model.title, cold, first.name))
             scale = replace(scale, cold_seconds=cold)
         return scale
 

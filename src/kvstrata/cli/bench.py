@@ -97,11 +97,11 @@ def _options(  # noqa: PLR0913, PLR0917 - each is an option
             "the bench runs vLLM, which is not installed", hint="pip install 'kvstrata[vllm]'"
         )
     chosen = PROFILES[profile]
+    contenders = _able(contender, chosen.contenders, lmcache)
     return Options(
         profile=profile,
-        # The last ones leave engines behind that have gone through faults.
-        workloads=tuple(name for name in NAMES if name in (workload or chosen.workloads)),
-        contenders=_able(contender, chosen.contenders, lmcache),
+        workloads=_manned(workload, chosen.workloads, contenders),
+        contenders=contenders,
         rounds=rounds,
         model=model,
         trace=None if trace is None else str(trace.absolute()),
@@ -138,6 +138,29 @@ def _able(asked: list[str] | None, usual: tuple[str, ...], lmcache: Path | None)
         else:
             typer.echo(f"{name} is left out: it needs {needs}", err=True)
     return tuple(able)
+
+
+def _manned(
+    asked: list[str] | None, usual: tuple[str, ...], contenders: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Those asked for, or all of *usual* that one of *contenders* takes part in.
+
+    The last ones leave engines behind that have gone through faults: their order is not the user's.
+    """
+    from kvstrata.bench.workloads import workloads
+
+    manned = []
+    for name, made in workloads().items():
+        if name not in (asked or usual):
+            continue
+        if any(contender in made.contenders for contender in contenders):
+            manned.append(name)
+        elif asked:
+            raise ConfigError(
+                f"--workload {name}: none of the contenders takes part in it",
+                hint=f"choose some of {', '.join(made.contenders)}",
+            )
+    return tuple(manned)
 
 
 def _folder(output: Path, options: "Options") -> "RunFolder":
