@@ -26,6 +26,7 @@ COMMANDS = [
     "replay",
     "make-trace",
     "demo",
+    "bench",
 ]
 
 
