@@ -41,10 +41,10 @@ PROFILES: Final = {
     "quick": Profile(
         workloads=("single", "chat"),
         contenders=("none", "kvstrata", "native"),
-        rounds=2,
-        single_rounds=3,
+        rounds=1,
+        single_rounds=2,
         prompt_tokens=(1026, 2050),
-        users=24,
+        users=16,
         rates=(1.0,),
         seconds=10.0,
         requests=20,
