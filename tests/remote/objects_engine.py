@@ -83,6 +83,7 @@ class ObjectEngine(RemoteEngine):
         host: str | None = None,
         wrong_credentials: bool = False,
         ttl_seconds: float | None = None,
+        snapshot_seconds: float | None = None,
         timeout_seconds: float = 1.0,
         prefix: str = PREFIX,
         **access: Any,
@@ -93,6 +94,7 @@ class ObjectEngine(RemoteEngine):
                 f"{self.scheme}://{BUCKET}/{prefix}",
                 block_bytes=block_bytes,
                 ttl_seconds=ttl_seconds,
+                snapshot_seconds=snapshot_seconds,
                 timeout_seconds=timeout_seconds,
                 access=ObjectAccess(
                     endpoint=self.endpoint(host or "127.0.0.1", port), region="us-east-1", **access

@@ -52,6 +52,13 @@ def gc(  # noqa: PLR0913 - each is an option
         str | None,
         typer.Option(metavar="HEX", help="Only blocks of this one, as kvstrata inspect shows it."),
     ] = None,
+    snapshot: Annotated[
+        bool,
+        typer.Option(
+            "--snapshot",
+            help="Write what is left of each namespace, for tiers with snapshot_seconds.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")
     ] = False,
@@ -78,7 +85,7 @@ def gc(  # noqa: PLR0913 - each is an option
         tier = _tier(url)
         from kvstrata.storage.remote.objects.gc import collect
 
-        rule = _rule(tier, older_than, keep, namespace, dry_run=dry_run)
+        rule = _rule(tier, older_than, keep, namespace, snapshot=snapshot, dry_run=dry_run)
         with _progress() as progress:
             report = collect(
                 tier.url, rule, access=_access(tier, endpoint, region), progress=progress
@@ -110,20 +117,22 @@ def _rule(
     keep: str | None,
     namespace: str | None,
     *,
+    snapshot: bool,
     dry_run: bool,
 ) -> "GcRule":
     from kvstrata.storage.remote.objects.gc import GcRule
 
     age = tier.ttl_seconds if older_than is None else _seconds(older_than)
-    if age is None and keep is None:
+    if age is None and keep is None and not snapshot:
         raise ConfigError(
-            "nothing says what to delete",
-            hint="give --older-than or --keep, or ttl_seconds with the URL",
+            "nothing says what to do",
+            hint="give --older-than, --keep or --snapshot, or ttl_seconds with the URL",
         )
     return GcRule(
         older_than_seconds=age,
         keep_bytes=None if keep is None else parse_bytes(keep),
         namespace=None if namespace is None else _namespace(namespace),
+        snapshot=snapshot,
         dry_run=dry_run,
     )
 
@@ -169,6 +178,8 @@ def _lines(report: "GcReport", *, dry_run: bool) -> Iterator[str]:
         yield f"written anew meanwhile, and left: {_count(report.renewed_blocks, 'block')}"
     if report.other_objects:
         yield f"not blocks, and not touched: {_count(report.other_objects, 'object')}"
+    if report.snapshots:
+        yield f"snapshots written: {report.snapshots}"
     yield f"left {human_bytes(report.left_bytes)}"
 
 

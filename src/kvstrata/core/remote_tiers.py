@@ -110,6 +110,15 @@ class ObjectTier(RemoteTier):
         ),
         examples=["604800"],
     )
+    snapshot_seconds: _Lifetime | None = Field(
+        default=None,
+        description=(
+            "Age up to which what `kvstrata gc --snapshot` wrote is trusted: a block that is not in "
+            "it is not asked for. What another node writes is found that much later at most. "
+            "Unset: every block is asked for."
+        ),
+        examples=["3600"],
+    )
 
     @model_validator(mode="after")
     def _is_what_the_cloud_knows(self) -> "ObjectTier":

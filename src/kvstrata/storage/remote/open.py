@@ -37,6 +37,7 @@ def _objects(tier: ObjectTier, block_bytes: int) -> Store:
         tier.url,
         block_bytes=block_bytes,
         ttl_seconds=tier.ttl_seconds,
+        snapshot_seconds=tier.snapshot_seconds,
         timeout_seconds=tier.timeout_seconds,
         access=ObjectAccess(
             endpoint=tier.endpoint,

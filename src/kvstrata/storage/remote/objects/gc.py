@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvstrata.core.errors import TierUnavailable
-from kvstrata.core.types import NamespaceId
+from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Write
 from kvstrata.storage.remote.objects.access import ObjectAccess, Place
+from kvstrata.storage.remote.objects.snapshot import Snapshot, seed_of
 from kvstrata.storage.remote.objects.store import open_library
-from kvstrata.storage.remote.objects.values import Deadline, Found, Names
+from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Names
 
 __all__ = ["SPARED_SECONDS", "GcReport", "GcRule", "collect"]
 
@@ -36,6 +37,7 @@ class GcRule:
     keep_bytes: int | None = None  # then the oldest, until no more than this is left
     spared_seconds: float = SPARED_SECONDS  # *keep_bytes* takes none that is younger
     namespace: NamespaceId | None = None  # nothing outside it is looked at, or counted
+    snapshot: bool = False  # write what is left of each namespace, for nodes that trust it
     dry_run: bool = False
 
 
@@ -51,6 +53,7 @@ class GcReport:
     excess_bytes: int = 0
     renewed_blocks: int = 0  # were to be deleted, and have been written anew meanwhile
     other_objects: int = 0  # not ours by their names: not touched
+    snapshots: int = 0  # written
 
     @property
     def left_bytes(self) -> int:
@@ -64,9 +67,10 @@ def collect(
     access: ObjectAccess,
     progress: Callable[[GcReport], None] = lambda _: None,
 ) -> GcReport:
-    """Delete the blocks below *url* that *rule* says. Memory does not grow with their number.
+    """Delete the blocks below *url* that *rule* says.
 
-    Tells *progress* now and then. Raises ``ConfigError``, or ``TierUnavailable`` if the engine
+    Memory does not grow with their number, but by 8 bytes a block for snapshots. Tells *progress*
+    now and then. Raises ``ConfigError``, or ``TierUnavailable`` if the engine
     cannot be reached for long: what is deleted by then stays deleted, and another run does the
     rest.
     """
@@ -94,6 +98,7 @@ class _Collection:
         )
         self._now_seconds = time.time()
         self._excess: Counter[int] = Counter()  # bytes to be deleted, by age
+        self._left: dict[NamespaceId, bytearray] = {}  # seeds of the blocks of each
         self._done = GcReport()
 
     def run(self) -> GcReport:
@@ -105,6 +110,8 @@ class _Collection:
             for page in self._pages():
                 self._collect(page)
                 self._progress(self._done)
+            if self._rule.snapshot and not self._rule.dry_run:
+                self._write_snapshots()
         except TierUnavailable:
             raise
         except FAULTS as e:
@@ -140,24 +147,47 @@ class _Collection:
         return excess
 
     def _collect(self, page: Sequence[Found]) -> None:
-        """Delete what is to go of *page*."""
-        old, excess = [], []
+        """Delete what is to go of *page*, and take down what is left."""
+        old: list[Found] = []
+        excess: list[Found] = []
+        left: list[Found] = []
         for found in page:
-            if not self._names.is_block(found.name):
+            if self._names.is_snapshot(found.name):
+                self._left.setdefault(self._names.namespace_of(found.name), bytearray())
+            elif not self._names.is_block(found.name):
                 self._count(other_objects=1)
-                continue
-            self._count(blocks=1, found_bytes=found.stored_bytes)
-            if self._is_old(found):
-                old.append(found)
-            elif self._is_excess(found):
-                excess.append(found)
-        for start in range(0, len(old), _TOGETHER):
-            gone = self._delete(old[start : start + _TOGETHER])
+            else:
+                self._count(blocks=1, found_bytes=found.stored_bytes)
+                is_excess = not self._is_old(found) and self._is_excess(found)
+                fate = old if self._is_old(found) else excess if is_excess else left
+                fate.append(found)
+        for gone in self._delete_some(old, left):
             self._count(old_blocks=len(gone), old_bytes=sum(one.stored_bytes for one in gone))
-        for start in range(0, len(excess), _TOGETHER):
-            gone = self._delete(excess[start : start + _TOGETHER])
+        for gone in self._delete_some(excess, left):
             gone_bytes = sum(one.stored_bytes for one in gone)
             self._count(excess_blocks=len(gone), excess_bytes=gone_bytes)
+        if self._rule.snapshot:
+            for found in left:
+                key = self._names.key_of(found.name)
+                self._left.setdefault(key[:NAMESPACE_ID_BYTES], bytearray()).extend(seed_of(key))
+
+    def _write_snapshots(self) -> None:
+        """Write one for each namespace that has blocks, or has one already."""
+        for namespace, seeds in self._left.items():
+            header, value = Snapshot.of(self._now_seconds, seeds).to_object(namespace)
+            name = self._names.snapshot(namespace)
+            given = Given(name, header, memoryview(value), replaces=True)
+            if self._library.write([given], Deadline(_STEP_SECONDS)) != [Write.STORED]:
+                raise TierUnavailable(f"{self._place} has no room for {name}", cause="full")
+            self._count(snapshots=1)
+
+    def _delete_some(self, found: list[Found], left: list[Found]) -> Iterator[Sequence[Found]]:
+        """Yield those that were deleted, some at a time; the others go to *left*."""
+        for start in range(0, len(found), _TOGETHER):
+            some = found[start : start + _TOGETHER]
+            deleted = self._delete(some)
+            left += [one for one in some if one not in deleted]
+            yield deleted
 
     def _delete(self, some: Sequence[Found]) -> Sequence[Found]:
         """Delete those that are as they were when they were listed, and return them."""

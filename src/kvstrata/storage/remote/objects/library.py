@@ -4,10 +4,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, PreconditionError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotModifiedError,
+    NotSupportedError,
+    PreconditionError,
+)
 
 from kvstrata.core.types import Write
 from kvstrata.storage.remote.objects.access import Place
@@ -16,17 +22,24 @@ from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Wante
 from kvstrata.storage.remote.value import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta
+    from obstore import GetOptions, GetResult, ObjectMeta
 
     from kvstrata.storage.remote.objects.access import Client
 
-__all__ = ["Library"]
+__all__ = ["Fetched", "Library"]
 
 T = TypeVar("T")
 I = TypeVar("I")
 
 _FLIGHT_BYTES: Final = 64 << 20  # copies of values that one call has on their way
 _LIST_OBJECTS: Final = 1000  # in one answer; more is not to be had
+
+
+class Fetched(NamedTuple):
+    """A whole object; ``b""`` of one that is longer than was asked for."""
+
+    stored: bytes
+    e_tag: str
 
 
 class Library:
@@ -62,6 +75,10 @@ class Library:
                 meta, stored = whole
                 one.e_tag = meta["e_tag"] or ""
                 one.take(stored, meta["size"], meta["last_modified"].timestamp())
+
+    def fetch(self, name: str, most_bytes: int, *, unless: str) -> "Future[Fetched | None]":
+        """Begin to read *name*: ``None`` in the end if it is not there, or its tag is *unless*."""
+        return self._start(partial(self._fetch, name, most_bytes, unless))
 
     def write(self, given: Sequence[Given], deadline: Deadline) -> list[Write]:
         """Write objects, each where none is unless it replaces one."""
@@ -134,6 +151,16 @@ class Library:
             if names_no_object(refused(e)):
                 return None
             raise
+
+    def _fetch(self, name: str, most_bytes: int, unless: str) -> Fetched | None:
+        options: GetOptions = {"if_none_match": unless} if unless else {}
+        try:
+            result = obstore.get(self._client, name, options=options)
+            e_tag = result.meta["e_tag"] or ""
+            too_long = result.meta["size"] > most_bytes
+            return Fetched(b"" if too_long else bytes(result.bytes()), e_tag)
+        except (FileNotFoundError, NotModifiedError):
+            return None
 
     def _put(self, item: tuple[str, bytes, bool]) -> Write:
         name, stored, replaces = item

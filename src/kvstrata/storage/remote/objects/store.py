@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, repeat
 from typing import TYPE_CHECKING, Final
 
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
@@ -11,6 +12,7 @@ from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey,
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.remote.ledger import Ledger
 from kvstrata.storage.remote.objects.access import ObjectAccess, Place, open_client, signs_urls
+from kvstrata.storage.remote.objects.snapshot import Snapshots
 from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Names, Wanted
 from kvstrata.storage.remote.value import header_of
 from kvstrata.storage.store import StoreStatistics
@@ -60,6 +62,8 @@ class ObjectStore:
     * A block is written only if there is none, as far as the engine knows how to; where it does
       not, of two writers at the same moment the last wins. They write the same.
     * With *ttl_seconds* a block that was written longer ago is a miss, and is written anew.
+    * With *snapshot_seconds* the snapshot of a namespace, up to that age, tells which blocks are not
+      there; ``exists`` does not ask for those.
     * A whole call has *timeout_seconds*, but for ``drop_namespace``, of which each step has.
     """
 
@@ -69,6 +73,7 @@ class ObjectStore:
         *,
         block_bytes: int,
         ttl_seconds: float | None = None,
+        snapshot_seconds: float | None = None,
         timeout_seconds: float = 2.0,
         access: ObjectAccess = _DEFAULT_ACCESS,
     ) -> None:
@@ -88,13 +93,19 @@ class ObjectStore:
         self._library = open_library(
             place, access, block_bytes=block_bytes, timeout_seconds=timeout_seconds
         )
+        self._snapshots = (
+            Snapshots(self._library, self._names, trusted_seconds=snapshot_seconds)
+            if snapshot_seconds is not None
+            else None
+        )
 
     def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
-        """Look at each object, side by side: one request a key, none of them a listing."""
+        """Look at each object that may be there, side by side: one request a key, no listing."""
         check_keys(keys)
         with self._call("looked up") as deadline:
             names = [self._names.of(key) for key in keys]
-            found = self._look(names, deadline)
+            may = self._snapshots.may_have(keys) if self._snapshots else repeat(True)
+            found = self._look(list(compress(names, may)), deadline)
             return [name in found and self._is_fresh(found[name]) for name in names]
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
@@ -131,6 +142,8 @@ class ObjectStore:
                 zip(given, self._library.write(list(given.values()), deadline), strict=True)
             )
         self._ledger.wrote(sum(fate is Write.STORED for fate in fates.values()))
+        if self._snapshots:
+            self._snapshots.wrote(keys)
         return list(_in_turn(names, fates))
 
     def remove(self, keys: Sequence[StoreKey]) -> list[bool]:
@@ -156,9 +169,10 @@ class ObjectStore:
                 self._names.namespace(namespace_id), self._timeout_seconds
             ):
                 self._ledger.check_open()
-                ours = [found.name for found in page if self._names.is_block(found.name)]
-                self._library.delete(ours, Deadline(self._timeout_seconds))
-                dropped += len(ours)
+                blocks = [found.name for found in page if self._names.is_block(found.name)]
+                others = [found.name for found in page if self._names.is_snapshot(found.name)]
+                self._library.delete(blocks + others, Deadline(self._timeout_seconds))
+                dropped += len(blocks)
         self._ledger.removed(dropped)
         return dropped
 

@@ -11,6 +11,7 @@ from kvstrata.storage.remote.value import HEADER_BYTES, judge_header, judge_valu
 
 _NAMESPACE_HEX: Final = 2 * 16
 _BLOCK_HEX: Final = 2 * 32
+_SNAPSHOT: Final = "snapshot"
 _OURS: Final = re.compile(rf"[0-9a-f]{{{_NAMESPACE_HEX}}}/[0-9a-f]{{{_BLOCK_HEX}}}")
 
 
@@ -32,6 +33,24 @@ class Names:
 
     def namespace(self, namespace_id: NamespaceId) -> str:
         return f"{self._start}{namespace_id.hex()}"
+
+    def snapshot(self, namespace_id: NamespaceId) -> str:
+        """What the blocks of *namespace_id* were when they were last listed."""
+        return f"{self.namespace(namespace_id)}/{_SNAPSHOT}"
+
+    def is_snapshot(self, name: str) -> bool:
+        return name.endswith(f"/{_SNAPSHOT}") and self.is_block(
+            name.removesuffix(_SNAPSHOT) + "0" * _BLOCK_HEX
+        )
+
+    def key_of(self, name: str) -> StoreKey:
+        """The key of *name*, which is a block's."""
+        return bytes.fromhex(name[len(self._start) :].replace("/", ""))
+
+    def namespace_of(self, name: str) -> NamespaceId:
+        """The namespace of *name*, which is a block's or a snapshot's."""
+        start = len(self._start)
+        return bytes.fromhex(name[start : start + _NAMESPACE_HEX])
 
     def is_block(self, name: str) -> bool:
         """Whether *name* is one that ``of`` gives to some key."""
