@@ -151,6 +151,7 @@ def test_what_is_stored_evicted_and_cleared_is_told(bench: Bench) -> None:
     engine, of_engine, of_server = bench.engine, bench.of_engine, bench.of_server
     engine.reset_prefix_cache(connector=True)  # what was published before they subscribed is void
     engine.ask(random_prompt(dice, 70))
+    wait_until(lambda: bench.host_blocks() == 1, "the prompt of one block is not saved")
     bench.settle()
     of_engine.events.clear()
     of_server.events.clear()
