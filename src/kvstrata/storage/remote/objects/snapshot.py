@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
@@ -92,13 +92,12 @@ class Snapshot:
             there &= self._bits[positions >> 3] & _masks(positions) != 0
         return there.tolist()
 
-    def _positions(self, seeds: bytes | bytearray) -> "list[NDArray[np.uint64]]":
+    def _positions(self, seeds: bytes | bytearray) -> "Iterator[NDArray[np.uint64]]":
         """The bits of all seeds, one of each at a time (Kirsch and Mitzenmacher, ESA 2006)."""
         first, step = np.frombuffer(seeds, "<u4").astype(np.uint64).reshape(-1, 2).T
         size = np.uint64(self._bits.size * 8)
-        return [
-            (first + np.uint64(probe) * (step | np.uint64(1))) % size for probe in range(_PROBES)
-        ]
+        for probe in range(_PROBES):
+            yield (first + np.uint64(probe) * (step | np.uint64(1))) % size
 
 
 def seed_of(key: StoreKey) -> bytes:
