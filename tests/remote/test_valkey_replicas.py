@@ -13,7 +13,8 @@ from kvstrata.testing.samples import dirty, key, random_value
 
 BLOCK_BYTES: Final = 4096
 WANTED: Final = [key(number) for number in range(60)]
-QUICK: Final = ("--repl-diskless-sync-delay", "0")
+# Nobody tells of a replica that its master has sent nothing, which is a ping at the latest.
+QUICK: Final = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
 
 
 @pytest.fixture
@@ -147,8 +148,12 @@ def test_a_replica_that_dies_leaves_its_master(cluster: ClusterOfThree, tmp_path
 
 
 def test_a_replica_that_takes_over_is_written_to(cluster: ClusterOfThree, tmp_path: Path) -> None:
+    for server in cluster.servers:
+        server.ask("CONFIG SET", "cluster-node-timeout", 2000)
     master = cluster.servers[2]
-    replica = cluster.replicate(master, tmp_path / "replica", *QUICK)
+    replica = cluster.replicate(
+        master, tmp_path / "replica", "--cluster-node-timeout", "2000", *QUICK
+    )
     store = open_on(cluster)
     half = WANTED[::2]
     write(store, half)

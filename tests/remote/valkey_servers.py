@@ -176,7 +176,7 @@ class ClusterOfThree:
         folder.mkdir()
         return Server(
             folder, "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
-            "--cluster-node-timeout", "2000", *self._options, *options,
+            *self._options, *options,
         )  # fmt: skip
 
     def _join(self) -> None:
@@ -190,11 +190,9 @@ class ClusterOfThree:
         eventually(self._is_joined, "the cluster does not come together")
 
     def _is_joined(self) -> bool:
-        for server in self.servers:
-            found = server.ask("CLUSTER INFO")
-            if (found["cluster_state"], found["cluster_known_nodes"]) != ("ok", "3"):
-                return False
-        return True
+        """Each knows of all slots: it may be well before that where it need not have all."""
+        wanted = {"cluster_state": "ok", "cluster_known_nodes": "3", "cluster_slots_ok": str(SLOTS)}
+        return all(wanted.items() <= server.ask("CLUSTER INFO").items() for server in self.servers)
 
 
 def eventually(true: Callable[[], object], what: str) -> None:
