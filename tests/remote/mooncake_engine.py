@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from tests.ports import free_port
 from tests.remote.mooncake_metadata import Metadata
 from tests.remote.own_network import own_network
 from tests.remote.proxy import Fault, Proxy
-from tests.remote.subject import START_SECONDS, RemoteEngine, answers, free_port, wait_until
+from tests.remote.subject import START_SECONDS, RemoteEngine, answers, wait_until
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
 from kvstrata.storage.mapping import HostMapping

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import obstore
 from obstore.store import AzureStore, S3Store
+from tests.ports import free_port
 from tests.remote.proxy import Proxy
-from tests.remote.subject import RemoteEngine, answers, free_port, wait_until
+from tests.remote.subject import RemoteEngine, answers, wait_until
 
 from kvstrata.core.types import StoreKey
 from kvstrata.storage.remote.objects.store import ObjectAccess, ObjectStore

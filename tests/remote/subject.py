@@ -85,12 +85,6 @@ class RemoteEngine(ABC):
             os.kill(pid, signal.SIGCONT)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
-
-
 def wait_until(true: Callable[[], bool], process: "subprocess.Popen[bytes]", what: str) -> None:
     """Until *true*; fails with *what* if it takes too long or *process* ends before."""
     deadline = time.monotonic() + START_SECONDS

@@ -9,6 +9,7 @@ from contextlib import closing
 from uuid import uuid4
 
 import pytest
+from tests.ports import free_port
 from tests.remote.objects_engine import (
     BUCKET,
     AzuriteEngine,
@@ -16,7 +17,6 @@ from tests.remote.objects_engine import (
     ObjectEngine,
     environment,
 )
-from tests.remote.subject import free_port
 from typer.testing import CliRunner, Result
 
 from kvstrata.cli.main import app

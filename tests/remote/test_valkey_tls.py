@@ -11,9 +11,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from tests.ports import free_port
 from tests.remote.faults import folder_of
 from tests.remote.proxy import Fault, Proxy
-from tests.remote.subject import free_port
 from tests.remote.valkey_servers import Server
 
 from kvstrata.core.errors import TierUnavailable

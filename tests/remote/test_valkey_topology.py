@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 import pytest
-import valkey
+from tests.ports import free_port
 from tests.remote.faults import folder_of
-from tests.remote.subject import free_port
 from tests.remote.valkey_servers import (
     ClusterOfThree,
-    Sentinel,
     Server,
+    Watched,
     eventually,
     keys_of_one_slot,
     name_of,
@@ -272,42 +271,6 @@ def test_slots_of_a_dead_server_that_another_takes_over(tmp_path: Path) -> None:
 
 
 # Sentinels
-
-
-class Watched:
-    """A master, its replica, and a sentinel that replaces the one by the other."""
-
-    def __init__(self, folder: Path) -> None:
-        for name in ("one", "two", "sentinel"):
-            (folder / name).mkdir()
-        quick = ("--repl-diskless-sync-delay", "0")
-        self.servers = [Server(folder / "one", *quick)]
-        self.servers.append(
-            Server(folder / "two", *quick, "--replicaof", f"127.0.0.1 {self.servers[0].port}")
-        )
-        self.sentinel = Sentinel(folder / "sentinel", "main", self.servers[0])
-        eventually(self._is_complete, "the replica does not come up")
-
-    def master(self) -> int:
-        _, port = self.sentinel.ask("SENTINEL GET-MASTER-ADDR-BY-NAME", "main")
-        return int(port)
-
-    def relieve(self) -> bool:
-        """Have the sentinel replace the master, unless it finds its replica not ready yet."""
-        with suppress(valkey.exceptions.ResponseError):
-            self.sentinel.ask("SENTINEL FAILOVER", "main")
-            return True
-        return False
-
-    def kill(self) -> None:
-        self.sentinel.kill()
-        for server in self.servers:
-            server.kill()
-
-    def _is_complete(self) -> bool:
-        link = self.servers[1].info("replication")["master_link_status"]
-        known = self.sentinel.ask("SENTINEL REPLICAS", "main")
-        return bool(link == "up" and known)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import valkey
-from tests.remote.subject import answers, free_port, wait_until
+from tests.ports import free_port
+from tests.remote.subject import answers, wait_until
 from valkey.crc import key_slot
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
@@ -109,8 +110,10 @@ class ClusterOfThree:
         self._options = options
         self._replicas: list[Server] = []
         self._bus_ports = [free_port() for _ in range(3)]
-        self.servers = [self._server(folder / str(port), port) for port in self._bus_ports]
+        self.servers: list[Server] = []
         try:
+            for port in self._bus_ports:
+                self.servers.append(self._server(folder / str(port), port))
             self._join()
         except BaseException:
             self.kill()
@@ -193,6 +196,46 @@ class ClusterOfThree:
         """Each knows of all slots: it may be well before that where it need not have all."""
         wanted = {"cluster_state": "ok", "cluster_known_nodes": "3", "cluster_slots_ok": str(SLOTS)}
         return all(wanted.items() <= server.ask("CLUSTER INFO").items() for server in self.servers)
+
+
+class Watched:
+    """A master, its replica, and a sentinel that replaces the one by the other."""
+
+    def __init__(self, folder: Path) -> None:
+        for name in ("one", "two", "sentinel"):
+            (folder / name).mkdir()
+        quick = ("--repl-diskless-sync-delay", "0")
+        self.servers = [Server(folder / "one", *quick)]
+        self.servers.append(
+            Server(folder / "two", *quick, "--replicaof", f"127.0.0.1 {self.servers[0].port}")
+        )
+        self.sentinel = Sentinel(folder / "sentinel", "main", self.servers[0])
+        eventually(self._is_complete, "the replica does not come up")
+
+    def master(self) -> int:
+        _, port = self.sentinel.ask("SENTINEL GET-MASTER-ADDR-BY-NAME", "main")
+        return int(port)
+
+    def relieve(self) -> bool:
+        """Have the sentinel replace the master, unless it finds its replica not ready yet."""
+        with suppress(valkey.exceptions.ResponseError):
+            self.sentinel.ask("SENTINEL FAILOVER", "main")
+            return True
+        return False
+
+    def misses_replica(self) -> bool:
+        """Whether the sentinel has found out that the replica does not answer."""
+        return "s_down" in str(self.sentinel.ask("SENTINEL REPLICAS", "main"))
+
+    def kill(self) -> None:
+        self.sentinel.kill()
+        for server in self.servers:
+            server.kill()
+
+    def _is_complete(self) -> bool:
+        link = self.servers[1].info("replication")["master_link_status"]
+        known = self.sentinel.ask("SENTINEL REPLICAS", "main")
+        return bool(link == "up" and known)
 
 
 def eventually(true: Callable[[], object], what: str) -> None:

@@ -17,6 +17,7 @@ from kvstrata.storage.remote.valkey.resp import (
     get_command,
     set_command,
 )
+from kvstrata.testing.samples import random_value
 
 FAR = 1e9
 
@@ -28,6 +29,15 @@ _answers = st.one_of(
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, DeadlineSocket]]:
     ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield theirs, DeadlineSocket(ours, FAR)
+
+
+@pytest.fixture
+def over_tcp() -> Iterator[tuple[socket.socket, DeadlineSocket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
     with ours, theirs:
         yield theirs, DeadlineSocket(ours, FAR)
 
@@ -155,7 +165,7 @@ def test_a_trickle_ends_at_the_deadline(pair: tuple[socket.socket, DeadlineSocke
     speaking = threading.Thread(target=trickle)
     speaking.start()
     for receive in (
-        lambda: stream.receive_all(memoryview(bytearray(100_000))),
+        lambda: stream.receive_all(memoryview(bytearray(100_000)), len),
         lambda: [stream.recv_into(bytearray(10)) for _ in range(100_000)],
     ):
         stream.deadline = time.monotonic() + 0.2
@@ -163,6 +173,56 @@ def test_a_trickle_ends_at_the_deadline(pair: tuple[socket.socket, DeadlineSocke
             receive()
     done.set()
     speaking.join()
+
+
+@pytest.mark.parametrize("held_back", [1, 300 << 10, 600 << 10, 1200 << 10])
+def test_long_values_over_tcp_that_stop_half_way_and_go_on(
+    over_tcp: tuple[socket.socket, DeadlineSocket], held_back: int
+) -> None:
+    """Each is there as soon as its last byte is, and so is the short answer after it."""
+    theirs, stream = over_tcp
+    stream.deadline = time.monotonic() + 20.0
+    long, short = random_value(1, 3 << 20), b"short"
+    heard_of = threading.Event()
+    in_time: list[bool] = []
+
+    def speak() -> None:
+        for _ in range(4):
+            said = spoken(long)
+            theirs.sendall(said[:-held_back])
+            time.sleep(0.05)  # so that the reader has taken all of that, and waits
+            theirs.sendall(said[-held_back:])
+            in_time.append(heard_of.wait(5.0))
+            heard_of.clear()
+            theirs.sendall(spoken(short))
+            in_time.append(heard_of.wait(5.0))
+            heard_of.clear()
+
+    speaking = threading.Thread(target=speak)
+    speaking.start()
+    reader = RespReader(stream)
+    for _ in range(4):
+        for expected in (long, short):
+            assert heard(reader, 100) == expected
+            heard_of.set()
+    speaking.join()
+    assert in_time == [True] * 8
+
+
+def test_a_long_value_over_tcp_that_stops_ends_at_the_deadline_or_with_its_peer(
+    over_tcp: tuple[socket.socket, DeadlineSocket],
+) -> None:
+    theirs, stream = over_tcp
+    buffer = memoryview(bytearray(8 << 20))
+    theirs.sendall(bytes(1 << 20))
+    stream.deadline = time.monotonic() + 0.2
+    with pytest.raises(TimeoutError):
+        stream.receive_all(buffer, len)
+    theirs.sendall(bytes(1 << 20))
+    theirs.close()
+    stream.deadline = time.monotonic() + 20.0
+    with pytest.raises(ConnectionResetError):
+        stream.receive_all(buffer, len)
 
 
 def test_a_peer_that_takes_nothing_ends_at_the_deadline(
@@ -203,7 +263,7 @@ def test_an_interrupt_ends_a_call_that_waits(pair: tuple[socket.socket, Deadline
     _, stream = pair
     threading.Timer(0.1, stream.interrupt).start()
     with pytest.raises(ConnectionError):
-        stream.receive_all(memoryview(bytearray(10)))
+        stream.receive_all(memoryview(bytearray(10)), len)
 
 
 def test_a_stream_is_quiet_until_something_is_said(

@@ -79,7 +79,6 @@ def test_a_setting_takes_precedence_over_the_url() -> None:
         ("valkey://cache/1", ValkeyAccess(cluster=True)),
         ("valkey://cache", ValkeyAccess(cluster=True, sentinel="main")),
         ("valkey://cache", ValkeyAccess(replicas=True)),
-        ("valkey://cache", ValkeyAccess(replicas=True, sentinel="main")),
         ("valkey://cache", ValkeyAccess(prefix="")),
         ("valkey://cache", ValkeyAccess(prefix="a*")),
         ("valkey://cache", ValkeyAccess(prefix="{a}")),

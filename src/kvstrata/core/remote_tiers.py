@@ -150,8 +150,9 @@ class ValkeyTier(RemoteTier):
     replicas: bool = Field(
         default=False,
         description=(
-            "Read from the replicas of a cluster, too, also while their master is dead. A block "
-            "that has not come to one yet is a miss there. Not with `ttl_seconds`."
+            "Read from the replicas of a cluster, or from those that sentinels name, too, also "
+            "while their master is dead. A block that has not come to one yet is a miss there. "
+            "Not with `ttl_seconds`."
         ),
         examples=["true"],
     )

@@ -53,7 +53,7 @@ class ValkeyAccess:
     login: Login = Login()  # takes precedence over the URL
     tls: TlsFiles = TlsFiles()
     cluster: bool = False
-    replicas: bool = False  # of the cluster are read from, too
+    replicas: bool = False  # of a cluster or behind sentinels are read from, too
     sentinel: str | None = None  # the name of the master; the URL then names the sentinels
     sentinel_login: Login = Login()
     prefix: str = "kvstrata"  # of every key
@@ -150,10 +150,10 @@ def _check_topology(target: Target) -> None:
             "a valkey tier with both cluster and sentinel",
             hint="a cluster has no sentinels: give one of the two",
         )
-    if target.replicas and not target.cluster:
+    if target.replicas and not (target.cluster or target.sentinel):
         raise ConfigError(
-            "a valkey tier with replicas that is no cluster",
-            hint="set cluster, or take replicas away: sentinels name the master alone",
+            "a valkey tier with replicas of a single server",
+            hint="set cluster or sentinel, which say who they are, or take replicas away",
         )
     if target.cluster and target.database:
         raise ConfigError(

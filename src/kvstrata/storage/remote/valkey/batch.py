@@ -92,8 +92,8 @@ def ask_all(
     answers: Answers[T] = [None] * len(names)
     faults: dict[int, Exception] = {}
     groups = routes.groups(names, session, may_lag=question.may_lag)
-    held = {position for positions in groups.values() for position in positions}
-    if len(held) < len(names):
+    if sum(map(len, groups.values())) < len(names):
+        held = {position for positions in groups.values() for position in positions}
         fault = ErrorReply("CLUSTERDOWN no server of the cluster holds its slot")
         faults |= dict.fromkeys(set(range(len(names))) - held, fault)
     once: set[int] = set()

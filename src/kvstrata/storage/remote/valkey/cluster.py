@@ -4,6 +4,7 @@ Imports the optional package.
 """
 
 import logging
+import math
 import random
 import threading
 import time
@@ -20,7 +21,7 @@ from kvstrata.storage.remote.valkey.links import FAULTS, Links, Session
 from kvstrata.storage.remote.valkey.pauses import Pauses
 from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError
 
-__all__ = ["Cluster", "address_in"]
+__all__ = ["Cluster", "Holders", "address_in", "everywhere"]
 
 Holders = Sequence[Address]  # of a slot, the master first; none: nobody holds it
 
@@ -29,13 +30,15 @@ _log = logging.getLogger(__name__)
 _SLOTS: Final = VALKEY_CLUSTER_HASH_SLOTS
 _ASKED_SERVERS: Final = 5  # at most, for one map of a cluster
 _PAUSE_SECONDS: Final = 5.0  # as between two probes of the breaker
+_MAP_SECONDS: Final = 30.0  # after which replicas that are there again are found
 
 
 class Cluster:
     """Each of the cluster's masters holds some of its hash slots.
 
     * The map of slots is asked for by the first call, by the next after a redirect for good, and by
-      the next after a server has failed.
+      the next after a server has failed; with replicas also now and then, and if nobody answers
+      then, the old one holds.
     * A server that fails is left alone for some seconds; then one call tries it. Where none is left
       that did not fail, all are asked: the fault is the tier's then, and is raised.
     * What may lag is asked of a master or of one of its replicas, if there are *replicas*.
@@ -52,6 +55,7 @@ class Cluster:
         self._servers: frozenset[Address] = frozenset()  # all of them
         self._doubts = 0  # reasons that there have been to ask for another map
         self._doubts_of_map = -1  # as of the map, with calls that have failed
+        self._good_until = math.inf  # the map, of time.monotonic
 
     def masters(self, session: Session) -> list[Address]:
         self._update(session)
@@ -98,7 +102,8 @@ class Cluster:
             raise fault
         if is_news:
             _log.warning(
-                "the cluster goes on without %s, which is tried every %g s: %s",
+                "%s goes on without %s, which is tried every %g s: %s",
+                self._links.name,
                 address,
                 _PAUSE_SECONDS,
                 self._links.fault_of(fault),
@@ -110,16 +115,13 @@ class Cluster:
 
     def _update(self, session: Session) -> None:
         """Ask for the map if it may be out of date."""
-        if self._doubts_of_map == self._all_doubts():
+        if self._is_good():
             return
         if not self._lock.acquire(timeout=remaining_seconds(session.deadline)):
             raise TimeoutError("another call still asks who holds what")
         try:
-            doubts = self._all_doubts()
-            if self._doubts_of_map != doubts:
-                self._holders = self._ask_some(session)
-                self._servers = frozenset(chain.from_iterable(set(self._holders)))
-                self._doubts_of_map = doubts
+            if not self._is_good():
+                self._renew(session)
         finally:
             self._lock.release()
         if not self._servers:
@@ -127,10 +129,26 @@ class Cluster:
         self._links.keep_only(set(self._servers))
         self._pauses.keep_only(set(self._servers | self._seeds))
 
+    def _is_good(self) -> bool:
+        return self._doubts_of_map == self._all_doubts() and time.monotonic() < self._good_until
+
+    def _renew(self, session: Session) -> None:
+        doubts = self._all_doubts()
+        if self._replicas:
+            self._good_until = time.monotonic() + _MAP_SECONDS
+        try:
+            self._holders = self._ask_map(session)
+        except FAULTS:
+            if self._doubts_of_map != doubts:
+                raise
+            return
+        self._servers = frozenset(chain.from_iterable(set(self._holders)))
+        self._doubts_of_map = doubts
+
     def _all_doubts(self) -> int:
         return self._doubts + self._links.failed_calls
 
-    def _ask_some(self, session: Session) -> list[Holders]:
+    def _ask_map(self, session: Session) -> list[Holders]:
         """Ask a few servers, chosen at random: one that is cut off from the others may be wrong."""
         known = self._seeds | self._servers
         some = self._pauses.spared(known) or list(known)
@@ -164,6 +182,11 @@ def _holders_of_slots(answer: object, asked: Address) -> list[Holders]:
             case _:
                 raise NotRespError(f"slots {entry!r}")
     return slots
+
+
+def everywhere(holders: Holders) -> list[Holders]:
+    """The map of a cluster whose slots are all with the same."""
+    return [holders] * _SLOTS
 
 
 def address_in(answer: object, default_host: str = "") -> Address:

@@ -6,15 +6,18 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["DeadlineSocket", "remaining_seconds", "wait_readable"]
+__all__ = ["DeadlineSocket", "Seen", "remaining_seconds", "wait_readable"]
+
+Seen = Callable[[memoryview], object]
 
 _TIMEVAL: Final = struct.Struct("@ll")
-_LOOK: Final = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _IOVECS: Final = 900  # of one sendmsg; Linux takes 1024
+_PIECE_BYTES: Final = 256 << 10  # what a core's own cache holds beside where it comes from
+_LATEST_BYTES: Final = 2 << 20  # to be woken for; by default Linux has room for 3 MiB
 _SLACK_SECONDS: Final = 0.05  # by how much a call may outlast the deadline
 _STEP_SECONDS: Final = 0.01  # timeouts are whole multiples, so that most calls can have the same
 
@@ -49,14 +52,17 @@ class DeadlineSocket:
     * What is not done at the deadline raises ``TimeoutError``, what the peer closes
       ``ConnectionError``. The stream is then of no more use.
     * One thread at a time uses it; ``interrupt`` may come from another and ends its calls.
-    * Without TLS the kernel keeps the deadline, so that one call takes or sends a whole value.
+    * Without TLS the kernel keeps the deadline, so that one call takes or sends much.
     """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
         self.deadline = deadline  # of time.monotonic; may be changed between calls
         self._socket = connected
         self._is_tls = isinstance(connected, ssl.SSLSocket)
-        self._wait_for_all = 0 if self._is_tls else socket.MSG_WAITALL
+        self._is_tcp = not self._is_tls and connected.family != socket.AF_UNIX
+        self._wakes_for = 1
+        self._looking = select.poll()
+        self._looking.register(connected, select.POLLIN)
         self._armed_seconds = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         if not self._is_tls:
             connected.settimeout(None)
@@ -69,21 +75,29 @@ class DeadlineSocket:
         except BlockingIOError:
             raise TimeoutError("nothing came before the deadline") from None
 
-    def receive_all(self, buffer: memoryview) -> None:
-        """Fill *buffer*."""
-        missing_bytes = buffer.nbytes
-        while missing_bytes:
-            self._arm(socket.SO_RCVTIMEO)
-            try:
-                received = self._socket.recv_into(buffer, missing_bytes, self._wait_for_all)
-            except BlockingIOError:
-                raise TimeoutError("too little came before the deadline") from None
-            if received == 0:
-                raise ConnectionResetError("the peer has closed the connection in an answer")
-            if received == missing_bytes:
-                return
-            buffer = buffer[received:]
-            missing_bytes -= received
+    def receive_all(self, buffer: memoryview, seen: Seen) -> None:
+        """Fill *buffer*; *seen* gets what has come, piece by piece, while it is in the cache.
+
+        A peer on this machine goes on writing while a piece is looked at, so it is taken as it
+        comes. Over TCP it is the fewer calls and wakeings that count: the first comes when half
+        of a long value is there, and the rest comes while that is taken.
+        """
+        receive, flags = self._socket.recv_into, socket.MSG_WAITALL if self._is_tcp else 0
+        start, end = 0, buffer.nbytes
+        late = min(end // 2, _LATEST_BYTES)
+        try:
+            while start < end:
+                stop = start + _PIECE_BYTES
+                self._arm(socket.SO_RCVTIMEO)
+                if self._is_tcp:
+                    self._wake_for(late if end - stop >= late > _PIECE_BYTES else 1)
+                received = receive(buffer[start:stop], 0, flags)
+                if received == 0:
+                    raise ConnectionResetError("the peer has closed the connection in an answer")
+                seen(buffer[start : start + received])
+                start += received
+        except BlockingIOError:
+            raise TimeoutError("too little came before the deadline") from None
 
     def sendall(self, data: bytes | memoryview) -> None:
         self.send_parts([memoryview(data)])
@@ -103,13 +117,7 @@ class DeadlineSocket:
 
     def is_quiet(self) -> bool:
         """Whether the peer has neither closed nor said anything that nobody asked for."""
-        try:
-            self._peek()
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return not self._looking.poll(0)
 
     def interrupt(self) -> None:
         """End the call of another thread, if there is one: to it the peer has closed."""
@@ -130,12 +138,14 @@ class DeadlineSocket:
     def close(self) -> None:
         self._socket.close()
 
-    def _peek(self) -> bytes:
-        if not self._is_tls:
-            return self._socket.recv(1, _LOOK)
-        self._socket.setblocking(False)  # else Python would wait, whatever the flags
-        self._armed_seconds = dict.fromkeys(self._armed_seconds, 0.0)
-        return socket.socket.recv(self._socket, 1, _LOOK)
+    def _wake_for(self, wanted_bytes: int) -> None:
+        """Have the kernel wake us for no fewer; after the next call so many must still be to come.
+
+        For that call takes what there is before it waits.
+        """
+        if wanted_bytes != self._wakes_for:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_bytes)
+            self._wakes_for = wanted_bytes
 
     def _send(self, parts: list[memoryview]) -> int:
         self._arm(socket.SO_SNDTIMEO)
@@ -155,9 +165,10 @@ class DeadlineSocket:
 
     def _arm(self, option: int) -> None:
         """Have the next call end by the deadline, or ``_SLACK_SECONDS`` later."""
-        left = remaining_seconds(self.deadline)
-        if left <= self._armed_seconds[option] <= left + _SLACK_SECONDS:
+        left = self.deadline - time.monotonic()
+        if 0 < left <= self._armed_seconds[option] <= left + _SLACK_SECONDS:
             return
+        left = remaining_seconds(self.deadline)
         seconds = math.ceil(left / _STEP_SECONDS) * _STEP_SECONDS
         self._armed_seconds[option] = seconds
         if self._is_tls:

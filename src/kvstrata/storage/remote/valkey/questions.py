@@ -27,6 +27,7 @@ Value = tuple[StoreKey, StoreKey | None, memoryview]  # a key, its parent, what 
 
 _AHEAD_BYTES: Final = 2 << 20  # of values asked for or sent while those before are not yet read
 _AHEAD_COMMANDS: Final = 64
+_SENT_BYTES: Final = 512 << 10  # gathered for one call of the system, unless one value is longer
 
 
 class Flag:
@@ -70,18 +71,15 @@ class _InTurns(ABC, Generic[T]):
         self._turn = min(_AHEAD_COMMANDS, max(1, _AHEAD_BYTES // block_bytes))
 
     def begin(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
-        self._send(link, positions[: self._turn], once)
+        self._send(link, positions[: 2 * self._turn], once)
 
     def finish(
         self, link: Link, positions: Sequence[int], once: Container[int], answers: Answers[T]
     ) -> None:
-        sent, rest = positions[: self._turn], positions[self._turn :]
+        sent, rest = positions[: 2 * self._turn], positions[2 * self._turn :]
         has_last_word = False
         while sent:
-            following = [] if has_last_word else rest[: self._turn]
-            rest = rest[len(following) :]
-            self._send(link, following, once)
-            for position in sent:
+            for position in sent[: self._turn]:
                 if position in once:
                     link.answers.status()
                 try:
@@ -89,21 +87,28 @@ class _InTurns(ABC, Generic[T]):
                     has_last_word |= answer is self.last_word
                 except ErrorReply as reply:
                     answers[position] = reply
-            sent = following
+            following = [] if has_last_word else rest[: self._turn]
+            rest = rest[len(following) :]
+            self._send(link, following, once)
+            sent = [*sent[self._turn :], *following]
         for position in rest:
             answers[position] = self.last_word
 
     def _send(self, link: Link, positions: Sequence[int], once: Container[int]) -> None:
         parts: list[bytes | memoryview] = []
+        gathered_bytes = 0
         for position in positions:
-            if position in once:
-                parts.append(ASKING)
-            self._add_question(position, parts)
+            question = self._question(position)
+            parts += [ASKING, *question] if position in once else question
+            gathered_bytes += sum(map(len, question))
+            if gathered_bytes > _SENT_BYTES:
+                link.stream.send_parts(parts)
+                parts, gathered_bytes = [], 0
         if parts:
             link.stream.send_parts(parts)
 
     @abstractmethod
-    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None: ...
+    def _question(self, position: int) -> list[bytes | memoryview]: ...
 
     @abstractmethod
     def _receive(self, answers: RespReader, position: int) -> T: ...
@@ -128,8 +133,8 @@ class Fetch(_InTurns[Read]):
         self._buffers = buffers
         self._ttl = ttl_milliseconds
 
-    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None:
-        parts.append(get_command(self._names[position], self._ttl))
+    def _question(self, position: int) -> list[bytes | memoryview]:
+        return [get_command(self._names[position], self._ttl)]
 
     def _receive(self, answers: RespReader, position: int) -> Read:
         key, buffer = self._keys[position], self._buffers[position]
@@ -171,10 +176,10 @@ class Keep(_InTurns[Write]):
         self._values = values
         self._ttl = ttl_milliseconds
 
-    def _add_question(self, position: int, parts: list[bytes | memoryview]) -> None:
+    def _question(self, position: int) -> list[bytes | memoryview]:
         key, parent, value = self._values[position]
         header = header_of(key, parent, value)
-        parts += set_command(self._names[position], header, value, self._ttl)
+        return set_command(self._names[position], header, value, self._ttl)
 
     def _receive(self, answers: RespReader, position: int) -> Write:
         try:

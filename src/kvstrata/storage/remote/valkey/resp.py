@@ -4,20 +4,16 @@ Every client library hands out values of its own; here the bytes go from the soc
 caller's buffer and back. Only what these two commands need of RESP 2 is here.
 """
 
-from collections.abc import Callable
 from typing import Final
 
-from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket
+from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, Seen
 
 __all__ = ["ASKING", "ErrorReply", "NotRespError", "RespReader", "get_command", "set_command"]
 
 _SCRATCH_BYTES: Final = 1024  # what is read too far is copied, so it is small
-_PIECE_BYTES: Final = 128 << 10  # of a value: it is still in the cache when it is looked at
 _END: Final = b"\r\n"
 ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 """Tells a server of a cluster that another has sent us on for the next command alone."""
-
-Seen = Callable[[memoryview], object]
 
 
 class ErrorReply(Exception):
@@ -110,25 +106,20 @@ class RespReader:
         self._start += wanted_bytes
         return taken
 
-    def receive(self, buffer: memoryview, seen: Seen | None = None) -> None:
+    def receive(self, buffer: memoryview, seen: Seen) -> None:
         """Fill *buffer* with the next bytes; *seen* gets them piece by piece as they come."""
-        wanted_bytes = buffer.nbytes
-        known = min(wanted_bytes, self._end - self._start)
-        buffer[:known] = self._view[self._start : self._start + known]
-        self._start += known
-        if seen is not None:
+        known = min(buffer.nbytes, self._end - self._start)
+        if known:
+            buffer[:known] = self._view[self._start : self._start + known]
+            self._start += known
             seen(buffer[:known])
-        for start in range(known, wanted_bytes, _PIECE_BYTES):
-            piece = buffer[start : start + _PIECE_BYTES]
-            self._stream.receive_all(piece)
-            if seen is not None:
-                seen(piece)
+        self._stream.receive_all(buffer[known:], seen)
 
     def discard(self, unwanted_bytes: int, buffer: memoryview) -> None:
         """Read over the next bytes; *buffer* then holds some of them."""
         while unwanted_bytes:
             part = buffer[: min(unwanted_bytes, buffer.nbytes)]
-            self.receive(part)
+            self.receive(part, _ignore)
             unwanted_bytes -= part.nbytes
 
     def end_value(self) -> None:
@@ -166,3 +157,7 @@ class RespReader:
         if received == 0:
             raise ConnectionResetError("the peer has closed the connection")
         self._end += received
+
+
+def _ignore(_: memoryview) -> None:
+    """Of what is read over."""

@@ -3,27 +3,31 @@
 Imports the optional package.
 """
 
-import time
 from collections.abc import Sequence
 
 from kvstrata.storage.remote.valkey.address import Address, Target
 from kvstrata.storage.remote.valkey.batch import Routes
-from kvstrata.storage.remote.valkey.cluster import Cluster, address_in
-from kvstrata.storage.remote.valkey.deadline_socket import remaining_seconds
-from kvstrata.storage.remote.valkey.links import FAULTS, Dialer, Link, Links, Session
+from kvstrata.storage.remote.valkey.cluster import Cluster
+from kvstrata.storage.remote.valkey.links import Dialer, Links, Session
 from kvstrata.storage.remote.valkey.resp import ErrorReply
+from kvstrata.storage.remote.valkey.sentinels import MasterAndReplicas, MasterDialer, Sentinels
 
 __all__ = ["open_routes"]
 
 
 def open_routes(target: Target) -> tuple[Links, Routes]:
     """No I/O: the first call connects."""
-    dial = Dialer(target.login, target.database, target.tls, replicas=target.replicas)
+    in_cluster = target.cluster and target.replicas
+    dial = Dialer(target.login, target.database, target.tls, replicas=in_cluster)
     secrets = [target.login.password, target.sentinel_login.password]
     if target.sentinel is not None:
         ask = Dialer(target.sentinel_login, 0, target.tls)
-        master = _SentinelDialer(ask, dial, target.addresses)
-        return Links(target.name, master, *secrets), OneServer(Address(target.sentinel, 0))
+        sentinels = Sentinels(ask, target.addresses, target.sentinel)
+        if target.replicas:
+            links = Links(target.name, dial, *secrets)
+            return links, MasterAndReplicas(links, sentinels)
+        links = Links(target.name, MasterDialer(sentinels, dial), *secrets)
+        return links, OneServer(Address(target.sentinel, 0))
     links = Links(target.name, dial, *secrets)
     if target.cluster:
         return links, Cluster(links, target.addresses, replicas=target.replicas)
@@ -56,50 +60,3 @@ class OneServer:
 
     def answered(self, address: Address) -> None:
         pass
-
-
-class _SentinelDialer:
-    """Connects to whatever server the sentinels name as the master at that moment.
-
-    Idle connections to a former master end by themselves: sentinels make it close them.
-    """
-
-    def __init__(self, ask: Dialer, dial: Dialer, sentinels: Sequence[Address]) -> None:
-        self._ask = ask
-        self._dial = dial
-        self._sentinels = list(sentinels)  # who answered last comes first; replaced, not changed
-
-    def __call__(self, address: Address, deadline: float) -> Link:
-        master = self._master(address.host, deadline)
-        link = self._dial(master, deadline)
-        role: object = None
-        try:
-            role = link.command("ROLE")
-        finally:
-            is_master = isinstance(role, list) and role[:1] == [b"master"]
-            if not is_master:
-                link.disconnect()
-        if not is_master:
-            raise ErrorReply(f"READONLY {master} is not yet the master that sentinels name")
-        return link
-
-    def _master(self, name: str, deadline: float) -> Address:
-        sentinels = self._sentinels
-        fault: Exception | None = None
-        for number, sentinel in enumerate(sentinels):
-            share = remaining_seconds(deadline) / (len(sentinels) - number + 1)
-            try:
-                link = self._ask(sentinel, time.monotonic() + share)
-                try:
-                    found = link.command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", name)
-                finally:
-                    link.disconnect()
-            except FAULTS as e:
-                fault = e
-                continue
-            if found is None:
-                fault = ErrorReply(f"the sentinel {sentinel} knows no master {name!r}")
-                continue
-            self._sentinels = [sentinel, *(each for each in sentinels if each != sentinel)]
-            return address_in(found)
-        raise fault or ErrorReply("there is no sentinel")
