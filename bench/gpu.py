@@ -4,15 +4,18 @@
 one process, in turn, and the medians of pairs are compared.
 """
 
+import logging
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from bench.gpu_rows import Row
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.storage.mapping import HostMapping
@@ -20,24 +23,24 @@ from kvstrata.transfer.devices import open_device
 from kvstrata.transfer.guarded import Copied, RankSlots, split_runs
 from kvstrata.transfer.lanes import Handle
 
-__all__ = ["GEOMETRIES", "Bed", "Geometry", "Row", "attention", "copies", "rotation", "slowdown"]
+__all__ = [
+    "GEOMETRIES",
+    "Bed",
+    "Company",
+    "Geometry",
+    "attention",
+    "compare",
+    "copies",
+    "rotation",
+    "rows",
+    "synchronize",
+    "timed",
+]
+
+_log = logging.getLogger(__name__)
 
 REPETITIONS: Final = 7
 Action = Callable[[], object]
-
-
-class Row(NamedTuple):
-    """One thing that was measured."""
-
-    what: str
-    found: float
-    bound: float
-    is_most: bool = False  # whether the bound is not to be exceeded, else to be reached
-    note: str = ""
-
-    @property
-    def is_met(self) -> bool:
-        return self.found <= self.bound if self.is_most else self.found >= self.bound
 
 
 class Geometry(NamedTuple):
@@ -53,6 +56,11 @@ class Geometry(NamedTuple):
     def row_bytes(self) -> int:
         return self.layers * self.page_bytes
 
+    @property
+    def piece_bytes(self) -> int:
+        """What lies side by side on the device."""
+        return self.row_bytes if self.blocks_outermost else self.page_bytes
+
 
 # 16 tokens a page: 8 heads of 128 + 128 bfloat16, or a latent of 512 + 64.
 GEOMETRIES: Final = (
@@ -63,10 +71,19 @@ GEOMETRIES: Final = (
 )
 
 
+class Company(NamedTuple):
+    """What else runs while copies are made, and which share of a plain copy they should reach."""
+
+    name: str = ""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    bound: float | None = 0.9
+
+
 class Bed:
     """A cache on *device*, and as many blocks of a pinned host tier."""
 
     def __init__(self, geometry: Geometry, device: torch.device, total_bytes: int) -> None:
+        _log.info("pages of %s:", geometry.name)
         self.geometry = geometry
         self.slots = max(1, total_bytes // (geometry.row_bytes * geometry.per_slot))
         blocks = self.slots * geometry.per_slot
@@ -82,21 +99,22 @@ class Bed:
         self.mapping = HostMapping.create(self.slots, slot_bytes, b"bench")
         self.mapping.touch(threading.Event())
         self.device.pin(self.mapping, lambda: False)
-        group_bytes = (geometry.row_bytes * geometry.per_slot,)
-        numbers = np.random.default_rng(0).permutation(blocks).tolist()
+        self.slot_row_bytes = geometry.row_bytes * geometry.per_slot
+        self.blocks = np.random.default_rng(0).permutation(blocks).tolist()  # in the order of slots
         self._runs = split_runs(
-            numbers,
+            self.blocks,
             [(slot, 0) for slot in range(self.slots)],
             per_slot=(geometry.per_slot,),
             absent=-1,
         )
-        self._rank_slots = RankSlots(self.mapping, 0, group_bytes)
+        self._rank_slots = RankSlots(self.mapping, 0, (self.slot_row_bytes,))
         self.total_bytes = blocks * geometry.row_bytes
 
-    def copy(self, *, is_load: bool) -> None:
-        """All blocks, as a worker copies them; to be called on one thread."""
+    def copy(self, *, is_load: bool, slot: int | None = None) -> None:
+        """All blocks, or those of a slot, as a worker copies them; to be called on one thread."""
         make = self.device.load_job if is_load else self.device.save_job
-        if make(self._rank_slots, self._runs, self.device.fence())(Handle()) is not Copied.WHOLE:
+        runs = self._runs if slot is None else self._runs[slot : slot + 1]
+        if make(self._rank_slots, runs, self.device.fence())(Handle()) is not Copied.WHOLE:
             raise InvariantViolated("not copied whole")
 
     def check(self) -> None:
@@ -110,6 +128,21 @@ class Bed:
         if not torch.equal(self.cache, before):
             raise InvariantViolated(f"{self.geometry.name}: other bytes came back")
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the host tier is, by the driver's own word."""
+        ends = (self.mapping.data[0], self.mapping.data[-1])
+        on_gpu = self.cache.device.type != "cpu"
+        return on_gpu and all(bool(torch.from_numpy(end).is_pinned()) for end in ends)
+
+    def remarks(self, *, is_load: bool) -> list[str]:
+        """What its copies are unlike those of pinned memory by copy engines in."""
+        if not self.is_pinned:
+            return ["host tier not pinned"]
+        device: Any = self.device
+        stream = (device._loads if is_load else device._saves)._stream
+        return ["by kernel"] if self.geometry.piece_bytes <= stream.kernel_bytes else []
+
     def close(self) -> None:
         self.device.let_go()
         self.mapping.close()
@@ -120,8 +153,16 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def copies(geometry: Geometry, device: torch.device, total_bytes: int) -> Iterator[Row]:
-    """Loads and saves, beside one plain copy of as many pinned bytes; right before they are timed."""
+def copies(
+    geometry: Geometry,
+    device: torch.device,
+    total_bytes: int,
+    company: Company = Company(),  # noqa: B008 - immutable
+) -> Iterator[Row]:
+    """Loads and saves, beside one plain copy of as many pinned bytes; right before they are timed.
+
+    The plain copy has no *company*.
+    """
     with closing(Bed(geometry, device, total_bytes)) as bed:
         bed.check()
         plain = torch.empty(bed.total_bytes, dtype=torch.uint8, device=device)
@@ -131,40 +172,20 @@ def copies(geometry: Geometry, device: torch.device, total_bytes: int) -> Iterat
         for is_load in (True, False):
             target, source = (plain, pinned) if is_load else (pinned, plain)
             ratio, seconds = compare(
-                lambda is_load=is_load: bed.copy(is_load=is_load),  # type: ignore[misc]  # binds the loop's value
-                lambda target=target, source=source: target.copy_(source, non_blocking=True),  # type: ignore[misc]  # the same
+                partial(_copy_in, company, bed, is_load=is_load),
+                partial(target.copy_, source, non_blocking=True),
                 device,
             )
-            what = f"{'load' if is_load else 'save'}, {geometry.name}: share of a plain copy"
-            note = f"{bed.total_bytes / seconds / 2**30:.1f} GiB/s"
-            yield Row(what, ratio, 0.9, note=note)
+            kind = "load" if is_load else "save"
+            what = f"{kind}, {geometry.name}{company.name}: share of a plain copy"
+            rate = f"{bed.total_bytes / seconds / 2**30:.1f} GiB/s"
+            note = "; ".join([rate, *bed.remarks(is_load=is_load)])
+            yield Row(what, ratio, company.bound, note=note)
 
 
-def slowdown(device: torch.device, total_bytes: int, size: int = 4096) -> Iterator[Row]:
-    """What products of bfloat16 matrices take while blocks are loaded, beside what they take alone."""
-    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-
-    def products() -> None:
-        for _ in range(50):
-            torch.mm(left, left)
-
-    with closing(Bed(GEOMETRIES[0], device, total_bytes)) as bed:
-        over = threading.Event()
-
-        def loads() -> None:
-            while not over.is_set():
-                bed.copy(is_load=True)
-
-        samples = []
-        for _ in range(REPETITIONS):
-            alone = timed(products, device)
-            over.clear()
-            loader = threading.Thread(target=loads)
-            loader.start()
-            samples.append(timed(products, device, compute_only=True) / alone)
-            over.set()
-            loader.join()
-    yield Row("matrix products beside loads: time", statistics.median(samples), 1.03, is_most=True)
+def _copy_in(company: Company, bed: Bed, *, is_load: bool) -> None:
+    with company.around():
+        bed.copy(is_load=is_load)
 
 
 def rotation(device: torch.device, tokens: int = 16384) -> Iterator[Row]:
@@ -216,32 +237,18 @@ def compare(mine: Action, plain: Action, device: torch.device) -> tuple[float, f
     return statistics.median(other / own for other, own in pairs), seconds
 
 
-def timed(action: Action, device: torch.device, *, compute_only: bool = False) -> float:
-    """Seconds until *action* is done on *device*; of its current stream only, if asked so."""
+def timed(action: Action, device: torch.device) -> float:
+    """Seconds until *action* is done on *device*."""
     synchronize(device)
     start = time.perf_counter()
     action()
-    if compute_only and device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()
-    else:
-        synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
 def rows(device: torch.device, total_bytes: int) -> Iterator[Row]:
-    """Everything, in the order of docs/gpu.md."""
+    """In the order of docs/gpu.md."""
     for geometry in GEOMETRIES:
         yield from copies(geometry, device, total_bytes)
-    yield from slowdown(device, total_bytes)
     yield from rotation(device)
     yield from attention(device)
-
-
-def markdown(found: Sequence[Row]) -> str:
-    lines = ["| | found | bound | |", "|---|---:|---:|---|"]
-    for row in found:
-        sign = "≤" if row.is_most else "≥"
-        verdict = "met" if row.is_met else "NOT met"
-        note = f"{verdict}; {row.note}" if row.note else verdict
-        lines.append(f"| {row.what} | {row.found:.2f} | {sign} {row.bound:.2f} | {note} |")
-    return "\n".join(lines)

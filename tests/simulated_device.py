@@ -13,7 +13,7 @@ from functools import partial
 
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.descriptors import Spans
-from kvstrata.transfer.driver import DeviceFault
+from kvstrata.transfer.driver import DeviceFault, Event
 
 __all__ = ["SimulatedDevice", "SimulatedPins", "SimulatedStream"]
 
@@ -36,8 +36,10 @@ class SimulatedDevice:
         self.refuses_after: int | None = (
             None  # spans of the next call, of which the rest is refused
         )
+        self.records_left: int | None = None  # points of streams for copies until one is refused
         self.during_copy: Work = lambda: None
         self.fault: str | None = None  # that something has failed, told by who waits next
+        self.refuses_to_follow = False
         self.entered: set[int] = set()  # threads
 
     def enter(self) -> None:
@@ -46,6 +48,11 @@ class SimulatedDevice:
     def fence(self) -> "SimulatedEvent":
         self.check()
         return self.engine.record()
+
+    def follow(self, event: Event) -> None:
+        if self.refuses_to_follow:
+            raise DeviceFault("the engine's stream cannot wait")
+        event.hold(self.engine)
 
     def launch(self, work: Work) -> None:
         """The engine's own kernels."""
@@ -65,12 +72,15 @@ class SimulatedDevice:
     def step(self) -> bool:
         """Let one stream go on by one piece of work; False if none has any."""
         with self._lock:
-            waiting = {stream.name: stream for stream in self._streams() if stream.queue}
-            if not waiting:
+            busy = [stream for stream in self._streams() if stream.queue]
+            if not busy:
                 return False
-            stream = waiting[self._adversary(sorted(waiting))]
+            able = {stream.name: stream for stream in busy if not stream.is_held}
+            assert able, f"streams that wait for each other: {[stream.name for stream in busy]}"
+            stream = able[self._adversary(sorted(able))]
             work = stream.queue.popleft()
-            work()
+            if not isinstance(work, SimulatedEvent):
+                work()
             stream.done += 1
             return True
 
@@ -98,11 +108,17 @@ class SimulatedStream:
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         self._device = device
         self.name = name
-        self.queue: deque[Work] = deque()
+        self.queue: deque[Work | SimulatedEvent] = deque()  # an event: to be waited for
         self.pushed = 0
         self.done = 0
 
-    def push(self, work: Work) -> None:
+    @property
+    def is_held(self) -> bool:
+        """Whether what comes next is an event that is not over."""
+        first = self.queue[0]
+        return isinstance(first, SimulatedEvent) and not first.is_over
+
+    def push(self, work: "Work | SimulatedEvent") -> None:
         with self._device._lock:
             self.queue.append(work)
             self.pushed += 1
@@ -121,7 +137,19 @@ class SimulatedStream:
             self.push(partial(device.copy_one, target, source, length))
 
     def record(self) -> "SimulatedEvent":
-        return SimulatedEvent(self._device, self, self.pushed)
+        device = self._device
+        if self is not device.engine and device.records_left is not None:
+            device.records_left -= 1
+            if device.records_left < 0:
+                device.records_left = None
+                raise DeviceFault("an event cannot be had")
+        return SimulatedEvent(device, self, self.pushed)
+
+    def wait_idle(self) -> None:
+        SimulatedEvent(self._device, self, self.pushed).wait()
+
+    def follow(self, event: Event) -> None:
+        event.hold(self)
 
 
 class SimulatedEvent:
@@ -130,12 +158,21 @@ class SimulatedEvent:
         self._stream = stream
         self._position = position
 
-    def wait(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        return self._stream.done >= self._position
+
+    def _may_come(self) -> bool:
+        return not (self.is_over or self._device.is_lost)
+
+    def hold(self, stream: SimulatedStream) -> None:
         self._device.check()
-        while self._stream.done < self._position:
-            if not self._device.step() and self._stream.done < self._position:
-                self._device.check()
-                raise AssertionError("an event that never comes")
+        stream.push(self)
+
+    def wait(self) -> None:
+        """What has failed is told here, once the stream has come so far."""
+        while self._may_come():
+            assert self._device.step() or not self._may_come(), "an event that never comes"
         self._device.check()
 
 

@@ -7,29 +7,47 @@ import pytest
 import torch
 from bench.gpu import GEOMETRIES, Bed, Geometry
 
-from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, find_copy_call, loop_entry
-from kvstrata.transfer.cuda_measure import is_rocm
+from kvstrata.transfer.cuda_ways import find_ways, is_rocm
 
 MIB = 1 << 20
 
 
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pieces that the kernel has copied, by call; those of the choice at start are the first."""
+    from kvstrata.transfer import cuda_triton
+
+    calls: list[int] = []
+    kernel = cuda_triton.copy_by_kernel
+
+    def counted(targets: Any, sources: Any, lengths: Any, device: torch.device) -> None:
+        calls.append(len(lengths))
+        kernel(targets, sources, lengths, device)
+
+    monkeypatch.setattr(cuda_triton, "copy_by_kernel", counted)
+    return calls
+
+
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: g.name)
-def test_every_byte_is_back(geometry: Geometry, by_kernel: bool) -> None:
+def test_every_byte_is_back(geometry: Geometry, by_kernel: bool, kernel_calls: list[int]) -> None:
     with closing(Bed(geometry, torch.device("cuda", 0), 96 * MIB)) as bed:
         device: Any = bed.device
         for queue in (device._loads, device._saves):
             queue._stream.kernel_bytes = 1 << 62 if by_kernel else 0
+        kernel_calls.clear()
         bed.check()
+    if torch.version.hip is None:
+        assert (kernel_calls != []) == by_kernel
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:2], ids=lambda g: g.name)
 def test_the_driver_without_batches_copies_the_same(geometry: Geometry) -> None:
     with closing(Bed(geometry, torch.device("cuda", 0), 96 * MIB)) as bed:
         device: Any = bed.device
-        call = LoopCopy(loop_entry(is_rocm=is_rocm()), is_rocm=is_rocm())
         for queue in (device._loads, device._saves):
-            queue._stream._copy_call = call
+            queue._stream._ways = queue._stream._ways._replace(batch=None)
+            queue._stream.kernel_bytes = 0
         bed.check()
 
 
@@ -50,5 +68,4 @@ def test_a_save_reads_what_the_engine_has_launched() -> None:
 
 
 def test_a_driver_of_cuda_has_batches() -> None:
-    expected = LoopCopy if is_rocm() else BatchCopy
-    assert isinstance(find_copy_call(is_rocm=is_rocm()), expected)
+    assert (find_ways(torch.device("cuda", 0)).batch is None) == is_rocm()

@@ -15,17 +15,18 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
-from tests.simulated_device import SimulatedDevice, SimulatedPins
+from tests.simulated_device import SimulatedDevice, SimulatedPins, SimulatedStream
 
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.descriptors import PagePlace, PagePlaces
 from kvstrata.transfer.device import Bytes
 from kvstrata.transfer.devices import NOW, PagedDevice
-from kvstrata.transfer.driver import DeviceFault
+from kvstrata.transfer.driver import DeviceFault, Event
 from kvstrata.transfer.guarded import Copied, RankSlots, split_runs
 from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.layered import LayerGates, Part
 from kvstrata.transfer.streamed import StreamedDevice
-from kvstrata.transfer.streams import CopyLimits, Flight
+from kvstrata.transfer.streams import CopyLimits, CopyQueue, Flight
 
 LAYERS, PAGE, BLOCKS, SLOTS, PER_SLOT = 3, 8, 8, 3, 2
 ROW = LAYERS * PAGE
@@ -40,6 +41,23 @@ class Job(NamedTuple):
     blocks: list[int]
     is_save: bool
     bytes: Bytes  # (PER_SLOT, ROW)
+
+
+class Forward(LayerGates):
+    """The engine's thread, which launches each layer as soon as it may."""
+
+    def __init__(self, driver: SimulatedDevice, launch: Callable[[int], None]) -> None:
+        super().__init__(LAYERS)
+        self._driver = driver
+        self._launch = launch
+        self._launched = 0
+
+    def open(self, event: Event | None = None) -> None:
+        super().open(event)
+        assert event is not None
+        self._driver.follow(event)
+        self._launch(self._launched)
+        self._launched += 1
 
 
 class Jobs(RuleBasedStateMachine):
@@ -91,6 +109,11 @@ class Jobs(RuleBasedStateMachine):
             self.expected[block] = value
             self.driver.launch(partial(self.cache.__setitem__, block, value))
 
+    @rule()
+    def a_step_begins(self) -> None:
+        """From now on a save has one chunk under way, not two."""
+        self.device.step_begins()
+
     @rule(steps=st.integers(1, 5))
     def time_passes(self, steps: int) -> None:
         for _ in range(steps):
@@ -118,9 +141,7 @@ class Jobs(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_job_runs(self, data: st.DataObject) -> None:
         job = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
-        may_fail = self.driver.is_lost or {self.driver.fails_at, self.driver.refuses_after} != {
-            None
-        }
+        may_fail = self._can_fail
         try:
             copied = job.run(Handle())
         except DeviceFault:
@@ -157,7 +178,7 @@ class Jobs(RuleBasedStateMachine):
             if left[0] == 0:
                 self.mapping.generations[slot] += 1
 
-        self.driver.refuses_after = None
+        self.driver.refuses_after = self.driver.records_left = None
         self.driver.during_copy = maybe
         if after == 0:
             self.mapping.generations[slot] += 1
@@ -175,12 +196,59 @@ class Jobs(RuleBasedStateMachine):
         blocks = [b for b in range(BLOCKS) if b not in self._busy][:PER_SLOT]
         numbered = [(slots[0], int(self.mapping.generations[slots[0]]))]
         runs = split_runs(blocks, numbered, per_slot=(PER_SLOT,), absent=-1)
-        self.driver.refuses_after = None
+        self.driver.refuses_after = self.driver.records_left = None
         job = self.device.load_job(self.slots, runs, self.device.fence(), layer)
         assert job(Handle()) is Copied.WHOLE
         rows = self._rows(slots[0]).reshape(PER_SLOT, LAYERS, PAGE)
         self.expected[blocks, layer] = rows[:, layer]
         assert np.array_equal(self.cache[blocks, layer], rows[:, layer])
+
+    @rule(in_doubt=st.sampled_from([None, 0, 1]))
+    @precondition(lambda self: len(self._busy) <= BLOCKS - 2 * PER_SLOT)
+    def a_forward_runs_into_its_load(self, in_doubt: int | None) -> None:
+        """Each layer reads what was loaded, or the load is reported as failed."""
+        if len(slots := self._free_slots()[:2]) < 2:
+            return
+        free = [b for b in range(BLOCKS) if b not in self._busy][: 2 * PER_SLOT]
+        blocks = [free[:PER_SLOT], free[PER_SLOT:]]
+        for block in free:  # the engine zeroes what it gives to a request
+            zero = np.zeros((LAYERS, PAGE), np.uint8)
+            self.driver.launch(partial(self.cache.__setitem__, block, zero))
+        parts = []
+        for number, (slot, own) in enumerate(zip(slots, blocks, strict=True)):
+            generation = int(self.mapping.generations[slot]) + (number == in_doubt)
+            runs = split_runs(own, [(slot, generation)], per_slot=(PER_SLOT,), absent=-1)
+            parts.append(Part(self.slots, runs))
+        seen: list[Bytes] = []  # by layer, the blocks that its attention read
+
+        def launch(layer: int) -> None:
+            self.driver.launch(lambda: seen.append(self.cache[free, layer].copy()))
+
+        may_fail = self._can_fail
+        try:
+            fence, forward = self.device.fence(), Forward(self.driver, launch)
+            copied = self.device.load_layers_job(parts, fence, forward)(Handle())
+        except DeviceFault:
+            assert may_fail
+        else:
+            assert copied is Copied.WHOLE
+            assert [part.doubt is not None for part in parts] == [i == in_doubt for i in (0, 1)]
+            self.driver.run_all()  # nothing waits for ever
+            rows = [self._rows(slot).reshape(PER_SLOT, LAYERS, PAGE) for slot in slots]
+            for number in {0, 1} - {in_doubt}:
+                first, end = number * PER_SLOT, (number + 1) * PER_SLOT
+                assert np.array_equal(np.stack(seen, axis=1)[first:end], rows[number])
+                assert np.array_equal(self.cache[free[first:end]], rows[number])
+        assert not self.driver.loads.queue
+        self.driver.fault = None
+        self.driver.run_all()
+        self.expected[free] = self.cache[free]
+
+    @property
+    def _can_fail(self) -> bool:
+        driver = self.driver
+        told = (driver.fault, driver.fails_at, driver.refuses_after, driver.records_left)
+        return driver.is_lost or any(each is not None for each in told)
 
     @rule(number=st.integers(0, 8))
     def a_copy_will_fail(self, number: int) -> None:
@@ -189,6 +257,10 @@ class Jobs(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2))
     def a_copy_will_be_refused(self, number: int) -> None:
         self.driver.refuses_after = number
+
+    @rule(number=st.integers(0, 4))
+    def an_event_will_be_refused(self, number: int) -> None:
+        self.driver.records_left = number
 
     @precondition(lambda self: len(self.pending) > 1)
     @rule()
@@ -225,6 +297,30 @@ _FINDING = settings(
 def test_a_job_that_does_not_wait_for_the_engine_is_found() -> None:
     with pytest.raises(AssertionError):
         run_machine(_WithoutFence, settings=_FINDING)
+
+
+def test_a_forward_that_does_not_wait_for_its_load_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SimulatedDevice, "follow", lambda self, event: None)
+    with pytest.raises(AssertionError):
+        run_machine(Jobs, settings=_FINDING)
+
+
+def test_a_layered_load_that_overwrites_what_is_not_yet_free_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CopyQueue, "follow", lambda self, event: None)
+    with pytest.raises(AssertionError):
+        run_machine(Jobs, settings=_FINDING)
+
+
+def test_a_job_that_ends_before_a_copy_that_no_event_marks_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SimulatedStream, "wait_idle", lambda self: None)
+    with pytest.raises(AssertionError):
+        run_machine(Jobs, settings=_FINDING)
 
 
 def test_a_job_that_ends_before_its_copies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

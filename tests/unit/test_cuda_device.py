@@ -3,6 +3,7 @@
 import ctypes
 import json
 import logging
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.transfer import cuda_device, cuda_measure
+from kvstrata.transfer import cuda_device, cuda_measure, measure
 from kvstrata.transfer.cuda_device import open_device
+from kvstrata.transfer.cuda_ways import Ways
 from kvstrata.transfer.driver import DeviceFault
 from kvstrata.transfer.guarded import Copied, RankSlots, split_runs
 from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.layered import LayerGates, Part
 
 LAYERS, BLOCKS, PAGE, PER_SLOT = 3, 6, 64, 2
 ROW = LAYERS * PAGE
@@ -29,14 +32,23 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.broken: str | None = None
+        self.error: Exception = RuntimeError("CUDA error: an illegal memory access\nmore of it")
         self.kernel_seconds = 1.0
         self.now = 0.0
         self.registered: dict[int, int] = {}
+        self.ways = Ways(self._call("single"), self._call("dma"), self._kernel)
         gpu = self
 
         class Stream:
-            def __init__(self, device: object = None, priority: int = 0) -> None:
+            def __init__(self, device: object = None) -> None:
                 self.cuda_stream = 7
+
+            def wait_event(self, event: object) -> None:
+                assert isinstance(event, Event)
+                gpu.call("wait_event")
+
+            def synchronize(self) -> None:
+                gpu.call("idle")
 
         class Event:
             def __init__(self, *, blocking: bool = False) -> None:
@@ -71,13 +83,12 @@ class Gpu:
         monkeypatch.setattr(cuda_measure, "_TOTAL_BYTES", 1 << 16)
         monkeypatch.setattr("kvstrata.transfer.cuda_measure.perf_counter", lambda: self.now)
         for module in (cuda_device, cuda_measure):
-            monkeypatch.setattr(module, "find_copy_call", lambda *, is_rocm: self.dma)
-            monkeypatch.setattr(module, "find_kernel", lambda: self.kernel)
+            monkeypatch.setattr(module, "find_ways", lambda device: self.ways)
 
     def call(self, name: str) -> None:
         self.log.append(name)
         if self.broken == name:
-            raise RuntimeError("CUDA error: an illegal memory access\nmore of it")
+            raise self.error
 
     def stream(self, stream: object) -> AbstractContextManager[None]:
         return nullcontext()
@@ -90,22 +101,21 @@ class Gpu:
         del self.registered[address]
         return 0
 
-    @property
-    def dma(self) -> Any:
+    def _call(self, name: str) -> Any:
         def copy(targets: Any, sources: Any, lengths: Any, stream: int) -> None:
             assert stream == 7
-            self._copy("dma", targets, sources, lengths)
+            self._copy(name, targets, sources, lengths)
 
         call: Any = copy
-        call.name = "simulated DMA"
+        call.name = f"simulated {name}"
         return call
 
-    def kernel(self, targets: Any, sources: Any, lengths: Any, device: object) -> None:
+    def _kernel(self, targets: Any, sources: Any, lengths: Any, device: object) -> None:
         self._copy("kernel", targets, sources, lengths)
 
     def _copy(self, way: str, targets: Any, sources: Any, lengths: Any) -> None:
         self.call(way)
-        self.now += 1.0 if way == "dma" else self.kernel_seconds
+        self.now += self.kernel_seconds if way == "kernel" else 1.0
         for target, source, length in zip(
             *map(np.ndarray.tolist, (targets, sources, lengths)), strict=True
         ):
@@ -142,8 +152,27 @@ def test_blocks_go_to_the_host_and_back(gpu: Gpu) -> None:
     bed = Bed()
     gpu.log.clear()
     bed.check_both_ways()
-    per_job = ["record", "set_device", "synchronize", "dma", "record", "synchronize"]
+    per_job = ["record", "set_device", "synchronize", "single", "record", "synchronize"]
     assert gpu.log == per_job * 2
+
+
+def test_a_forward_and_its_load_wait_for_each_other_on_their_streams(gpu: Gpu) -> None:
+    bed = Bed()
+    bed.mapping.data[1, : PER_SLOT * ROW] = 7
+    runs = split_runs([2, 3], [(1, 0)], per_slot=(PER_SLOT,), absent=-1)
+    gates, part = LayerGates(LAYERS), Part(bed.slots, runs)
+    job = bed.device.load_layers_job([part], bed.device.fence(), gates)
+    gpu.log.clear()
+    assert job(Handle()) is Copied.WHOLE
+    of_a_layer = ["single", "record", "record"]  # of the chunk, and behind the layer
+    assert gpu.log == ["set_device", "wait_event", *of_a_layer * LAYERS, *["synchronize"] * LAYERS]
+    assert (bed.cache[:, 2:4] == 7).all()
+    gpu.log.clear()
+    for layer in range(LAYERS):
+        event = gates.event(layer)
+        assert event is not None
+        bed.device.follow(event)
+    assert gpu.log == ["wait_event"] * LAYERS
 
 
 def test_the_kernel_copies_small_pages_once_it_reaches_them(
@@ -152,15 +181,15 @@ def test_the_kernel_copies_small_pages_once_it_reaches_them(
     gpu.kernel_seconds = 0.5
     with caplog.at_level(logging.INFO):
         bed = Bed()
-    assert "loads by kernel up to 192 bytes, then simulated DMA" in caplog.text
+    assert "loads by kernel up to 192 bytes, then simulated dma" in caplog.text
     gpu.log.clear()
     bed.check_both_ways()
-    assert "kernel" not in gpu.log
+    assert not {"kernel", "dma"} & {*gpu.log}
     bed.device.pin(bed.mapping, lambda: False)
     gpu.log.clear()
     bed.check_both_ways()
     assert gpu.log.count("kernel") == 2
-    assert "dma" not in gpu.log
+    assert not {"dma", "single"} & {*gpu.log}
     bed.device.let_go()
     assert gpu.registered == {}
 
@@ -168,11 +197,12 @@ def test_the_kernel_copies_small_pages_once_it_reaches_them(
 def test_without_a_gain_the_copy_engines_do_it(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         bed = Bed()
-    assert "loads by simulated DMA" in caplog.text
+    assert "loads by simulated dma" in caplog.text
     bed.device.pin(bed.mapping, lambda: False)
     gpu.log.clear()
     bed.check_both_ways()
-    assert "kernel" not in gpu.log
+    assert gpu.log.count("dma") == 2
+    assert not {"kernel", "single"} & {*gpu.log}
 
 
 @pytest.mark.parametrize("broken", ["set_device", "synchronize"])
@@ -214,24 +244,98 @@ def test_a_gpu_that_cannot_be_measured_still_copies(
     assert "cannot be measured: out of memory" in caplog.text
 
 
-def test_a_way_that_fails_is_not_chosen(gpu: Gpu) -> None:
-    gpu.broken = "kernel"
+class OutOfResources(Exception):
+    """As triton's, which are no errors at run time."""
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("invalid device function\nmore of it"), "invalid device function"),
+        (OutOfResources("at 1:2:\nshared memory"), "shared memory"),
+        (subprocess.CalledProcessError(1, ["gcc"]), "Command '['gcc']' returned non-zero"),
+        (ValueError(), "no message"),
+    ],
+)
+def test_a_kernel_that_fails_is_left_out(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture, error: Exception, why: str
+) -> None:
     gpu.kernel_seconds = 0.1
-    measured = cuda_measure.measure(torch.device("cpu"), gpu.dma, gpu.kernel, [1 << 12])
-    assert {m.by_kernel for m in measured} == {False}
+    gpu.broken, gpu.error = "kernel", error
+    with caplog.at_level(logging.INFO):
+        bed = Bed()
+    assert f"; no kernel: the copy kernel has failed: {type(error).__name__}: {why}" in caplog.text
+    assert "loads by simulated dma (" in caplog.text
+    assert gpu.log[-2:] == ["kernel", "idle"]
+    bed.device.pin(bed.mapping, lambda: False)
+    gpu.log.clear()
+    bed.check_both_ways()
+    assert gpu.log.count("dma") == 2
+
+
+def test_a_kernel_that_fails_later_is_a_fault(gpu: Gpu) -> None:
+    gpu.kernel_seconds = 0.1
+    bed = Bed()
+    bed.device.pin(bed.mapping, lambda: False)
+    gpu.broken, gpu.error = "kernel", OutOfResources("shared memory")
+    with pytest.raises(DeviceFault, match="OutOfResources: shared memory"):
+        bed.run(bed.device.save_job, 2)
+
+
+def test_batches_that_are_refused_give_place_to_single_copies(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.broken, gpu.error = "dma", DeviceFault("refused with CUDA error 801")
+    with caplog.at_level(logging.INFO):
+        bed = Bed()
+    assert "loads by simulated single (" in caplog.text
+    assert "saves by simulated single (" in caplog.text
+    assert "; no simulated dma: refused with CUDA error 801" in caplog.text
+    assert "single" in gpu.log
+    bed.device.pin(bed.mapping, lambda: False)
+    gpu.log.clear()
+    bed.check_both_ways()
+    assert gpu.log.count("single") == 2
+    assert "dma" not in gpu.log
+
+
+def test_where_nothing_copies_that_is_said(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    gpu.ways = gpu.ways._replace(batch=None, kernel=None)
+    gpu.broken, gpu.error = "single", DeviceFault("refused")
+    with caplog.at_level(logging.INFO):
+        Bed()
+    assert "loads by simulated single (0.0 GiB/s)" in caplog.text
+    assert "; simulated single fails: refused" in caplog.text
+
+
+def test_scratch_memory_is_kept_until_nothing_is_under_way_in_it(gpu: Gpu) -> None:
+    gpu.broken, gpu.error = "dma", DeviceFault("refused")
+    cuda_measure.measure(torch.device("cpu"), gpu.ways._replace(kernel=None), [1 << 12])
+    assert gpu.log[:2] == ["dma", "idle"]
+
+
+def test_what_no_event_marks_is_waited_for(gpu: Gpu) -> None:
+    bed = Bed()
+    runs = split_runs([2, 3], [(1, 0)], per_slot=(PER_SLOT,), absent=-1)
+    job = bed.device.save_job(bed.slots, runs, bed.device.fence())
+    gpu.log.clear()
+    gpu.broken = "record"
+    with pytest.raises(DeviceFault):
+        job(Handle())
+    assert gpu.log == ["set_device", "synchronize", "single", "record", "idle"]
 
 
 def test_the_report_of_the_doctor(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
     real = torch.device
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "device", lambda *_: real("cpu"))
-        assert cuda_measure.main(["4096"]) == 0
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        kind = SimpleNamespace(type="cuda")
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: kind)
+        patch.setattr(cuda_measure, "numa_node", lambda *_, is_rocm: 1)
+        assert measure.main(["4096"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["gpu"] == "a simulated GPU"
-    assert found["report"].startswith("loads by simulated DMA (")
+    assert found["report"].startswith("loads by simulated dma (")
+    assert found["report"].endswith("; at NUMA node 1")
     assert {m["piece_bytes"] for m in found["measured"]} == {4096}
-
-
-def test_where_torch_has_no_gpu_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cuda_measure.main([]) == 0
-    assert "problem" in json.loads(capsys.readouterr().out)

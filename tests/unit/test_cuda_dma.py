@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, batch_entry, find_copy_call
+from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, batch_entry, loop_entry
 from kvstrata.transfer.driver import DeviceFault
 
 STREAM = 0x1234
@@ -120,7 +120,7 @@ def test_the_batch_is_looked_up_as_of_the_version_whose_arguments_it_gets(
 ) -> None:
     fake = FakeDriver()
     asked = install(monkeypatch, 0, address_of(fake.batch))
-    assert isinstance(find_copy_call(is_rocm=False), BatchCopy)
+    assert batch_entry() == address_of(fake.batch)
     assert asked == [(b"cuMemcpyBatchAsync", 12080, 0)]
 
 
@@ -143,7 +143,7 @@ def test_without_bindings_and_without_a_gpu_nothing_is_found(
     monkeypatch.setattr("ctypes.CDLL", missing)
     for is_rocm in (False, True):
         with pytest.raises(DeviceFault, match="cannot be loaded"):
-            find_copy_call(is_rocm=is_rocm)
+            loop_entry(is_rocm=is_rocm)
 
 
 @pytest.mark.parametrize("is_rocm", [False, True])
@@ -152,9 +152,8 @@ def test_the_plain_copy_is_that_of_the_installed_library(
 ) -> None:
     fake = FakeDriver()
     library = SimpleNamespace(hipMemcpyAsync=fake.loop_of_rocm, cuMemcpyAsync=fake.loop)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr("ctypes.CDLL", lambda name: library)
     source, target, spans = copies()
     source[24:40] = 0
-    find_copy_call(is_rocm=is_rocm)(*spans, STREAM)
+    LoopCopy(loop_entry(is_rocm=is_rocm), is_rocm=is_rocm)(*spans, STREAM)
     assert np.array_equal(target, source)

@@ -10,6 +10,7 @@ from tests.simulated_device import SimulatedDevice
 
 from kvstrata.transfer.descriptors import Spans
 from kvstrata.transfer.driver import DeviceFault, Event
+from kvstrata.transfer.pace import Pace
 from kvstrata.transfer.streams import CopyLimits, CopyQueue, Flight, Link
 
 PATIENCE_SECONDS = 10.0  # only a broken queue takes that long
@@ -22,6 +23,8 @@ class Recorder:
         self.chunks: list[int] = []
         self.waited = 0
         self.refuses = False
+        self.is_marked = True
+        self.idle_waits = 0
 
     def copy(self, spans: Spans) -> None:
         self.chunks.append(len(spans.device))
@@ -29,10 +32,21 @@ class Recorder:
             raise DeviceFault("refused")
 
     def record(self) -> Event:
+        if not self.is_marked:
+            raise DeviceFault("no event")
         return self
+
+    def wait_idle(self) -> None:
+        self.idle_waits += 1
+
+    def follow(self, event: Event) -> None:
+        event.hold(self)
 
     def wait(self) -> None:
         self.waited += 1
+
+    def hold(self, stream: object) -> None:
+        return
 
 
 class Failing:
@@ -48,6 +62,9 @@ class Failing:
                 if fails:
                     raise DeviceFault(name)
 
+            def hold(_, stream: object) -> None:
+                return
+
         return Each()
 
 
@@ -57,8 +74,9 @@ def spans(count: int, length: int = 10) -> Spans:
 
 
 def queue(stream: Recorder, link: Link | None = None, **limits: float) -> CopyQueue:
-    chosen = CopyLimits(20, 100, 2, 0.0)._replace(**limits)  # type: ignore[arg-type]  # of each its type
-    return CopyQueue(stream, link or Link(), is_load=link is None, limits=chosen)
+    chosen = CopyLimits(20, 100, 2, patience_seconds=0.0)._replace(**limits)  # type: ignore[arg-type]  # of each its type
+    pace = None if link is None else Pace()
+    return CopyQueue(stream, link or Link(), pace=pace, limits=chosen)
 
 
 def test_a_device_has_two_chunks_of_a_job_at_a_time() -> None:
@@ -70,6 +88,15 @@ def test_a_device_has_two_chunks_of_a_job_at_a_time() -> None:
     assert stream.waited == 4
 
 
+def test_a_job_may_have_more_chunks_ahead_than_usual() -> None:
+    stream, flight = Recorder(), Flight()
+    queue(stream).submit(spans(11), flight, in_flight=4)
+    assert stream.chunks == [2, 2, 2, 2, 2, 1]
+    assert stream.waited == 2
+    flight.wait()
+    assert stream.waited == 6
+
+
 def test_what_was_begun_is_waited_for_where_the_rest_is_refused() -> None:
     stream, flight = Recorder(), Flight()
     stream.refuses = True
@@ -77,6 +104,16 @@ def test_what_was_begun_is_waited_for_where_the_rest_is_refused() -> None:
         queue(stream).submit(spans(7), flight)
     flight.wait()
     assert (stream.chunks, stream.waited) == ([2], 1)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_no_event_marks_has_ended_when_that_is_told(refuses: bool) -> None:
+    stream, flight = Recorder(), Flight()
+    stream.is_marked, stream.refuses = False, refuses
+    with pytest.raises(DeviceFault, match="no event"):
+        queue(stream).submit(spans(7), flight)
+    flight.wait()
+    assert (stream.chunks, stream.waited, stream.idle_waits) == ([2], 0, 1)
 
 
 def test_a_flight_that_fails_has_ended_as_a_whole() -> None:
@@ -115,6 +152,118 @@ def test_a_save_goes_on_behind_loads_that_never_pause() -> None:
     assert time.monotonic() - began >= 0.03
 
 
+class Wire:
+    """A stream whose copies take their time on a clock that nothing else moves but rests."""
+
+    BYTES_PER_SECOND: float = 1000.0
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.used = 0.0  # seconds
+        self.chunks: list[int] = []
+        self.in_flight = self.most_in_flight = 0
+
+    def copy(self, spans: Spans) -> None:
+        self.chunks.append(spans.total_bytes)
+        self.in_flight += spans.total_bytes
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+
+    def record(self) -> Event:
+        wire, own = self, self.chunks[-1]
+
+        class Arrival:
+            def wait(_) -> None:
+                wire.now += own / wire.BYTES_PER_SECOND
+                wire.used += own / wire.BYTES_PER_SECOND
+                wire.in_flight -= own
+
+            def hold(_, stream: object) -> None:
+                return
+
+        return Arrival()
+
+    def wait_idle(self) -> None:
+        raise AssertionError("there are events")
+
+    def follow(self, event: Event) -> None:
+        event.hold(self)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def saves(self) -> tuple[CopyQueue, Pace]:
+        pace = Pace(lambda: self.now, self.sleep)
+        return CopyQueue(self, Link(), pace=pace, limits=CopyLimits(4, 100, 2, 2)), pace
+
+
+def save(wire: Wire, saves: CopyQueue, count: int) -> None:
+    flight = Flight()
+    saves.submit(spans(count, 1), flight)
+    flight.wait()
+
+
+def test_saves_leave_half_of_the_link_to_the_steps_that_run() -> None:
+    wire = Wire()
+    saves, pace = wire.saves()
+    began = wire.now
+    for _ in range(10):
+        pace.step_begins()
+        save(wire, saves, 8)  # which takes longer than a step is counted on, in all
+    assert {*wire.chunks} == {2}
+    assert wire.most_in_flight == 2
+    assert wire.used == pytest.approx(0.08)
+    assert wire.now - began == pytest.approx(0.16, abs=0.003)
+
+
+def test_saves_have_the_link_to_themselves_while_no_step_runs() -> None:
+    wire = Wire()
+    saves, pace = wire.saves()
+    began = wire.now
+    save(wire, saves, 80)
+    assert (wire.most_in_flight, {*wire.chunks}) == (8, {4})
+    assert wire.now - began == pytest.approx(wire.used)
+    pace.step_begins()
+    wire.now += 0.06  # the step takes long, or was the last one
+    wire.most_in_flight = 0
+    save(wire, saves, 80)
+    assert wire.most_in_flight == 8
+
+
+def test_what_a_short_save_owes_the_next_one_pays() -> None:
+    """Many small saves take no more of the link than one large one."""
+    wire = Wire()
+    saves, pace = wire.saves()
+    began = wire.now
+    for _ in range(40):
+        pace.step_begins()
+        save(wire, saves, 1)
+    assert wire.now - began == pytest.approx(2 * wire.used, abs=0.003)
+
+
+def test_a_copy_that_is_slow_for_its_own_reasons_does_not_stop_the_saves_for_long() -> None:
+    wire = Wire()
+    saves, pace = wire.saves()
+    wire.BYTES_PER_SECOND = 10.0
+    pace.step_begins()
+    save(wire, saves, 1)
+    assert wire.used == pytest.approx(0.1)
+    began = wire.now
+    pace.step_begins()
+    save(wire, saves, 1)
+    assert wire.now - began == pytest.approx(0.105)
+
+
+def test_loads_pay_nothing_to_the_steps() -> None:
+    wire = Wire()
+    loads = CopyQueue(wire, Link(), pace=None, limits=CopyLimits(4, 100, 2, 2))
+    began = wire.now
+    flight = Flight()
+    loads.submit(spans(80, 1), flight)
+    flight.wait()
+    assert wire.most_in_flight == 8
+    assert wire.now - began == pytest.approx(wire.used)
+
+
 def test_loads_wait_for_no_loads() -> None:
     stream = Recorder()
     loads = queue(stream, patience_seconds=PATIENCE_SECONDS)
@@ -128,7 +277,7 @@ def test_a_small_load_passes_a_large_one(monkeypatch: pytest.MonkeyPatch) -> Non
     device = SimulatedDevice(lambda names: names[0])
     device.enter()
     host, cache = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
-    loads = CopyQueue(device.loads, Link(), is_load=True, limits=CopyLimits(20, 100, 2, 0.0))
+    loads = CopyQueue(device.loads, Link(), pace=None, limits=CopyLimits(20, 100, 2))
 
     def part(first: int, count: int) -> Spans:
         at = np.arange(first, first + count) * 10

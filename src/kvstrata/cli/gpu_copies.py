@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["GpuCopies", "has_gpu", "measure_gpu"]
+__all__ = ["GpuCopies", "has_gpu", "may_have_gpu", "measure_gpu"]
 
-_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of CUDA, and of ROCm
-_MEASURE: Final = "kvstrata.transfer.cuda_measure"
+_DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of NVIDIA, and of AMD
+_OTHERS: Final = (Path("/dev/dri"), Path("/dev/accel"))  # of screens, too
+_MEASURE: Final = "kvstrata.transfer.measure"
 _SECONDS: Final = 120.0  # torch may take half of it to load
 
 
@@ -22,8 +23,13 @@ class GpuCopies(NamedTuple):
 
 
 def has_gpu() -> bool:
-    """Whether a driver of GPUs is loaded."""
-    return any(path.exists() for path in _DEVICES)
+    """Whether a driver is loaded of GPUs that copy by themselves, from pinned memory."""
+    return any(path.exists() for path in _DRIVERS)
+
+
+def may_have_gpu() -> bool:
+    """Whether it is worth asking torch for a GPU, of whatever kind."""
+    return has_gpu() or any(path.exists() for path in _OTHERS)
 
 
 def measure_gpu(module: str = _MEASURE) -> GpuCopies:

@@ -69,7 +69,7 @@ class HostMemory:
         self._closed = threading.Event()
         if numa_node is not None:
             try:
-                prefer_node(self.mapping.address, self.mapping.total_bytes, numa_node)
+                prefer_node([(self.mapping.address, self.mapping.total_bytes)], numa_node)
             except ConfigError:
                 self.close()
                 raise

@@ -30,7 +30,7 @@ PAGE_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
 _GENERATION_BYTES: Final = 8
 _TOUCH_BYTES: Final = 64 << 20
-_REGISTRATION_BYTES: Final = 256 << 30  # CUDA fails to register 512 GiB or more at once
+_REGISTRATION_BYTES: Final = 256 << 30  # a GPU's driver fails to register 512 GiB or more at once
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, <asm-generic/mman-common.h>; changes no byte
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -1,19 +1,23 @@
-"""NUMA nodes of this machine, and the one that memory should come from."""
+"""NUMA nodes of this machine, which devices are near to them, and where memory should come from."""
 
 import ctypes
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["memory_nodes", "prefer_node"]
+__all__ = ["has_policy", "memory_nodes", "node_of_pci", "prefer_node"]
 
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
+_GET_MEMPOLICY: Final = {"x86_64": 239, "aarch64": 236}
 _MPOL_PREFERRED: Final = 1
+_MPOL_F_ADDR: Final = 2  # of an address, not of this thread
 _MASK_BITS: Final = 1024  # the most nodes a kernel can have
 _NODES: Final = Path("/sys/devices/system/node")
+_PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 def memory_nodes(root: Path = _NODES) -> list[int]:
@@ -28,17 +32,44 @@ def memory_nodes(root: Path = _NODES) -> list[int]:
     return [node for part in listed.split(",") if part for node in _range(part)]
 
 
+def node_of_pci(address: str, root: Path = _PCI_DEVICES) -> int | None:
+    """The node that the device at *address*, as in ``0000:65:00.0``, is attached to.
+
+    None where the kernel does not know, as in many virtual machines.
+    """
+    try:
+        node = int((root / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
 def _range(part: str) -> range:
     """The whole numbers that ``3`` or ``0-2`` means."""
     first, _, last = part.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
-def prefer_node(address: int, length_bytes: int, node: int) -> None:
-    """Take the pages there that have no memory yet from *node*, or elsewhere once it is full.
+def has_policy(address: int) -> bool:
+    """Whether somebody has said where the page at *address* should come from."""
+    mode = ctypes.c_int(0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.syscall(
+        ctypes.c_long(_GET_MEMPOLICY.get(platform.machine(), -1)),
+        ctypes.byref(mode),
+        None,
+        ctypes.c_ulong(0),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(_MPOL_F_ADDR),
+    )
+    return not failed and mode.value != 0
 
-    For shared memory that holds for whoever touches a page first; of huge pages, for this process
-    alone. Both are of whole pages.
+
+def prefer_node(ranges: Iterable[tuple[int, int]], node: int) -> None:
+    """Take pages that have no memory yet from *node*, or elsewhere once it is full.
+
+    *ranges* are addresses and lengths in bytes, of whole pages. For shared memory that holds for
+    whoever touches a page first; of huge pages, for this process alone.
     Raises ``ConfigError`` if there is no such node, or the kernel refuses.
     """
     if node not in (known := memory_nodes()):
@@ -49,6 +80,11 @@ def prefer_node(address: int, length_bytes: int, node: int) -> None:
     mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
     mask[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
+    for address, length_bytes in ranges:
+        _prefer(libc, address, length_bytes, mask, node)
+
+
+def _prefer(libc: ctypes.CDLL, address: int, length_bytes: int, mask: Any, node: int) -> None:
     failed = libc.syscall(
         ctypes.c_long(_MBIND.get(platform.machine(), -1)),
         ctypes.c_void_p(address),

@@ -4,14 +4,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from kvstrata.transfer.cuda_dma import find_copy_call
 from kvstrata.transfer.cuda_driver import CudaDriver, register, unregister
-from kvstrata.transfer.cuda_measure import find_kernel, is_rocm, measure, report
+from kvstrata.transfer.cuda_measure import measure, report
+from kvstrata.transfer.cuda_place import numa_node
 from kvstrata.transfer.cuda_streams import CudaStream
+from kvstrata.transfer.cuda_ways import find_ways, is_rocm
 from kvstrata.transfer.descriptors import PagePlace, PagePlaces
 from kvstrata.transfer.driver import DeviceFault
 from kvstrata.transfer.pinning import HostPins
-from kvstrata.transfer.selection import choose
+from kvstrata.transfer.selection import Measured, choose
 from kvstrata.transfer.streamed import StreamedDevice
 
 __all__ = ["open_device"]
@@ -22,29 +23,26 @@ _log = logging.getLogger(__name__)
 def open_device(pages: Sequence[Sequence[Any]]) -> StreamedDevice:
     """*pages* as in ``kvstrata.transfer.devices.open_device``.
 
-    Measures how this GPU copies, which takes less than a second, and says what it has chosen.
-    Raises ``DeviceFault`` if nothing can be copied at all.
+    Measures how this GPU copies, which takes less than a second once the kernel is compiled, and
+    says what it has chosen. Raises ``DeviceFault`` if nothing can be copied at all.
     """
     device = pages[0][0].device
     driver = CudaDriver(device)
     driver.enter()
     groups = [PagePlaces([_place(page) for page in group], len(group[0])) for group in pages]
-    copy_call, kernel = find_copy_call(is_rocm=is_rocm()), find_kernel()
-    pins = HostPins(register, unregister)
-    loads, saves = (
-        CudaStream(device, pins, is_load=is_load, copy_call=copy_call, kernel=kernel)
-        for is_load in (True, False)
-    )
     sizes = {p for group in groups for p in (*group.page_bytes, group.device_block_bytes)}
+    ways, measured = find_ways(device), list[Measured]()
     try:
-        measured = measure(device, copy_call, kernel, sorted(sizes))
+        ways, measured = measure(device, ways, sorted(sizes))
     except DeviceFault as e:
-        measured = []
         _log.warning("how this GPU copies cannot be measured: %s", e)
     choice = choose(measured)
+    _log.info("copies of %s: %s", device, report(choice, measured, ways))
+    pins = HostPins(register, unregister)
+    loads, saves = (CudaStream(device, pins, ways, is_load=is_load) for is_load in (True, False))
     loads.kernel_bytes, saves.kernel_bytes = choice
-    _log.info("copies of %s: %s", device, report(choice, measured, copy_call.name))
-    return StreamedDevice(driver, groups, (loads, saves), pins)
+    near = numa_node(device, is_rocm=is_rocm())
+    return StreamedDevice(driver, groups, (loads, saves), pins, numa_node=near)
 
 
 def _place(page: Any) -> PagePlace:

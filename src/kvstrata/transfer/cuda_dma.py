@@ -5,6 +5,7 @@ are: the Python function of cuda-bindings would take lists, and make them one nu
 releases the GIL meanwhile.
 """
 
+import contextlib
 import ctypes
 from typing import Any, Final, Protocol
 
@@ -14,7 +15,14 @@ from numpy.typing import NDArray
 from kvstrata.transfer.descriptors import Numbers
 from kvstrata.transfer.driver import DeviceFault
 
-__all__ = ["BatchCopy", "CopyCall", "LoopCopy", "batch_entry", "find_copy_call", "loop_entry"]
+__all__ = [
+    "BatchCopy",
+    "CopyCall",
+    "LoopCopy",
+    "batch_entry",
+    "driver_library",
+    "loop_entry",
+]
 
 _BATCH_NAME: Final = b"cuMemcpyBatchAsync"
 _BATCH_VERSION: Final = 12080  # the first, and of the signature below
@@ -137,19 +145,15 @@ def batch_entry() -> int | None:
 
 def loop_entry(*, is_rocm: bool) -> int:
     """The address of the driver's plain copy. Raises ``DeviceFault`` if there is none."""
+    library = driver_library(is_rocm=is_rocm)
+    call = library.hipMemcpyAsync if is_rocm else library.cuMemcpyAsync
+    return ctypes.cast(call, ctypes.c_void_p).value or 0
+
+
+def driver_library(*, is_rocm: bool) -> ctypes.CDLL:
+    """The driver's own library. Raises ``DeviceFault`` if there is none."""
     names = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
     for name in names if is_rocm else ("libcuda.so.1",):
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        call = library.hipMemcpyAsync if is_rocm else library.cuMemcpyAsync
-        return ctypes.cast(call, ctypes.c_void_p).value or 0
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
     raise DeviceFault("the driver's library of this GPU cannot be loaded")
-
-
-def find_copy_call(*, is_rocm: bool) -> CopyCall:
-    """The best that the installed driver has."""
-    if not is_rocm and (entry := batch_entry()) is not None:
-        return BatchCopy(entry)
-    return LoopCopy(loop_entry(is_rocm=is_rocm), is_rocm=is_rocm)

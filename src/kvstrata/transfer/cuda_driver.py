@@ -1,19 +1,17 @@
 """A GPU as torch knows it, by CUDA or by ROCm, which answers to the same names.
 
-torch is asked for streams and events only; ``cuda_dma`` and ``cuda_triton`` do the copying.
+torch is asked for streams and events only; what copies is in ``cuda_ways``.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from kvstrata.transfer.driver import DeviceFault, Event
 
-__all__ = ["CudaDriver", "CudaEvent", "faults", "low_priority_stream", "register", "unregister"]
-
-_LOWEST_PRIORITY: Final = 0  # torch has none below it; larger numbers mean the same
+__all__ = ["CudaDriver", "CudaEvent", "faults", "new_stream", "register", "unregister"]
 
 
 @contextmanager
@@ -22,7 +20,8 @@ def faults() -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:  # torch.AcceleratorError is one
-        raise DeviceFault(f"the GPU has failed: {str(e).splitlines()[0]}") from e
+        first = (str(e).splitlines() or [type(e).__name__])[0]
+        raise DeviceFault(f"the GPU has failed: {first}") from e
 
 
 class CudaEvent:
@@ -36,6 +35,10 @@ class CudaEvent:
     def wait(self) -> None:
         with faults():
             self._event.synchronize()
+
+    def hold(self, stream: Any) -> None:
+        with faults():
+            stream.wait_event(self._event)
 
 
 class CudaDriver:
@@ -53,11 +56,16 @@ class CudaDriver:
         with faults():
             return CudaEvent(torch.cuda.current_stream(self._device))
 
+    def follow(self, event: Event) -> None:
+        with faults():
+            stream = torch.cuda.current_stream(self._device)
+        event.hold(stream)
 
-def low_priority_stream(device: torch.device) -> Any:
-    """A new stream that waits for no other, and lets every other one pass."""
+
+def new_stream(device: torch.device) -> Any:
+    """It waits for no other, and has the priority of the engine's: none is lower."""
     with faults():
-        return torch.cuda.Stream(device, priority=_LOWEST_PRIORITY)
+        return torch.cuda.Stream(device)
 
 
 def register(address: int, length_bytes: int) -> None:

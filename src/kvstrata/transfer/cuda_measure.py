@@ -1,27 +1,22 @@
-"""How fast a GPU copies, each way that there is: measured in less than a second, at start.
+"""How fast a GPU copies, each way that there is: measured at start, in scratch memory."""
 
-    python -m kvstrata.transfer.cuda_measure [PIECE_BYTES ...]
-
-prints it as JSON; `kvstrata doctor` asks it so.
-"""
-
-import json
-import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from kvstrata.transfer.cuda_dma import CopyCall, find_copy_call
 from kvstrata.transfer.cuda_driver import faults
-from kvstrata.transfer.cuda_streams import CudaStream, Kernel
+from kvstrata.transfer.cuda_place import numa_node
+from kvstrata.transfer.cuda_streams import CudaStream
+from kvstrata.transfer.cuda_ways import Ways, find_ways, is_rocm
 from kvstrata.transfer.descriptors import Spans
 from kvstrata.transfer.driver import DeviceFault
 from kvstrata.transfer.selection import Choice, Measured, choose
 
-__all__ = ["find_kernel", "is_rocm", "measure", "report"]
+__all__ = ["measure", "measure_here", "report"]
 
 _TOTAL_BYTES: Final = 32 << 20
 _MOST_PIECES: Final = 4096  # as many as copies are asked for at once
@@ -36,41 +31,46 @@ class _Everywhere:
         return len(spans.host) > 0
 
 
-def is_rocm() -> bool:
-    return torch.version.hip is not None
+def measure(device: torch.device, ways: Ways, pieces: Sequence[int]) -> tuple[Ways, list[Measured]]:
+    """Those *ways* that work, and their rates in both directions for *pieces* of such sizes.
 
-
-def find_kernel() -> Kernel | None:
-    """The copy kernel, if triton is installed."""
-    try:
-        from kvstrata.transfer.cuda_triton import copy_by_kernel
-    except ImportError:
-        return None
-    return copy_by_kernel
-
-
-def measure(
-    device: torch.device, copy_call: CopyCall, kernel: Kernel | None, pieces: Sequence[int]
-) -> list[Measured]:
-    """Rates of both ways and directions for *pieces* of such sizes, in scratch memory.
-
-    A way that fails is left out.
+    If batches are refused, single copies are measured in their place.
     """
     with faults():
         cache = torch.empty(_TOTAL_BYTES, dtype=torch.uint8, device=device)
         host = torch.empty(_TOTAL_BYTES, dtype=torch.uint8, pin_memory=True)
-    found = []
+    lists = [(each, _spans(cache.data_ptr(), host.data_ptr(), each)) for each in sorted({*pieces})]
+    measured, why = _try(device, ways, lists, by_kernel=False)
+    if why is not None and ways.batch is not None:
+        ways = ways._replace(batch=None, notes=(*ways.notes, f"no {ways.batch.name}: {why}"))
+        measured, why = _try(device, ways, lists, by_kernel=False)
+    if why is not None:
+        ways = ways._replace(notes=(*ways.notes, f"{ways.single.name} fails: {why}"))
+    if ways.kernel is None:
+        return ways, measured
+    by_kernel, why = _try(device, ways, lists, by_kernel=True)
+    if why is None:
+        return ways, measured + by_kernel
+    return ways._replace(kernel=None, notes=(*ways.notes, f"no kernel: {why}")), measured
+
+
+def _try(
+    device: torch.device, ways: Ways, lists: Sequence[tuple[int, Spans]], *, by_kernel: bool
+) -> tuple[list[Measured], str | None]:
+    """Rates of one way, and why it has failed, if it has."""
+    found: list[Measured] = []
     for is_load in (True, False):
-        stream = CudaStream(
-            device, _Everywhere(), is_load=is_load, copy_call=copy_call, kernel=kernel
-        )
-        for by_kernel in (False, True) if kernel is not None else (False,):
-            stream.kernel_bytes = 1 << 62 if by_kernel else 0
-            for piece_bytes in sorted({*pieces}):
-                spans = _spans(cache.data_ptr(), host.data_ptr(), piece_bytes)
-                if (rate := _rate(stream, spans)) is not None:
-                    found.append(Measured(by_kernel, is_load, piece_bytes, rate))
-    return found
+        stream = CudaStream(device, _Everywhere(), ways, is_load=is_load)
+        stream.kernel_bytes = 1 << 62 if by_kernel else 0
+        try:
+            found += [
+                Measured(by_kernel, is_load, size, _rate(stream, spans)) for size, spans in lists
+            ]
+        except DeviceFault as e:
+            with suppress(DeviceFault):
+                stream.wait_idle()  # its memory is about to be somebody else's
+            return found, str(e)
+    return found, None
 
 
 def _spans(cache: int, host: int, piece_bytes: int) -> Spans:
@@ -81,23 +81,20 @@ def _spans(cache: int, host: int, piece_bytes: int) -> Spans:
     return Spans(cache + np.random.default_rng(0).permutation(at), host + at, lengths)
 
 
-def _rate(stream: CudaStream, spans: Spans) -> float | None:
-    """Bytes a second, the best of a few times; None if it fails."""
+def _rate(stream: CudaStream, spans: Spans) -> float:
+    """Bytes a second, the best of a few times. Raises ``DeviceFault``."""
     best = float("inf")
-    try:
-        for repetition in range(_REPETITIONS + 1):
-            start = perf_counter()
-            stream.copy(spans)
-            stream.record().wait()
-            if repetition:  # the first one compiles
-                best = min(best, perf_counter() - start)
-    except DeviceFault:
-        return None
+    for repetition in range(_REPETITIONS + 1):
+        start = perf_counter()
+        stream.copy(spans)
+        stream.record().wait()
+        if repetition:  # the first one compiles
+            best = min(best, perf_counter() - start)
     return spans.total_bytes / best
 
 
-def report(choice: Choice, measured: Sequence[Measured], name: str) -> str:
-    """One sentence: *name* is that of the copy call."""
+def report(choice: Choice, measured: Sequence[Measured], ways: Ways) -> str:
+    """One sentence."""
     parts = []
     for is_load, what, limit in (
         (True, "loads", choice.load_bytes),
@@ -105,31 +102,20 @@ def report(choice: Choice, measured: Sequence[Measured], name: str) -> str:
     ):
         own = [m for m in measured if m.is_load is is_load]
         best = max((m.bytes_per_second for m in own), default=0.0)
+        name = ways.dma.name
         way = f"kernel up to {limit} bytes, then {name}" if limit else name
         parts.append(f"{what} by {way} ({best / 2**30:.1f} GiB/s)")
-    return ", ".join(parts)
+    return "; ".join([", ".join(parts), *ways.notes])
 
 
-def _measured_here(pieces: Sequence[int]) -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        raise DeviceFault("torch finds no GPU")
-    copy_call = find_copy_call(is_rocm=is_rocm())
-    measured = measure(torch.device("cuda", 0), copy_call, find_kernel(), pieces)
+def measure_here(pieces: Sequence[int]) -> dict[str, Any]:
+    """What this machine's first GPU would choose for *pieces* of such sizes, or for usual ones."""
+    device = torch.device("cuda", 0)
+    ways, measured = measure(device, find_ways(device), pieces or _USUAL_PIECES)
+    node = numa_node(device, is_rocm=is_rocm())
+    place = "" if node is None else f"; at NUMA node {node}"
     return {
         "gpu": torch.cuda.get_device_name(),
-        "report": report(choose(measured), measured, copy_call.name),
+        "report": report(choose(measured), measured, ways) + place,
         "measured": [m._asdict() for m in measured],
     }
-
-
-def main(arguments: Sequence[str]) -> int:
-    try:
-        found = _measured_here([int(each) for each in arguments] or _USUAL_PIECES)
-    except DeviceFault as e:
-        found = {"problem": str(e)}
-    sys.stdout.write(json.dumps(found) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -16,13 +16,17 @@ from kvstrata.transfer.descriptors import Numbers
 __all__ = ["PROGRAMS", "copy_by_kernel", "widest_word"]
 
 PROGRAMS: Final = 2
-"""Programs that run side by side, each of which takes a multiprocessor."""
+"""Programs of one copy that run side by side, each of which takes a multiprocessor."""
 
 _WARPS: Final = 32
 _STEP_BYTES: Final = 1 << 15  # of a program at a time: what hides the link's latency
 
 
-@triton.jit
+# Specialised on these it would be compiled anew while an engine serves.
+@triton.jit(
+    do_not_specialize=["jobs"],
+    do_not_specialize_on_alignment=["sources", "targets", "lengths"],
+)
 def _copy(
     sources, targets, lengths, jobs, WORD: tl.constexpr, BYTES: tl.constexpr, STEP: tl.constexpr
 ):

@@ -14,6 +14,7 @@ from kvstrata.transfer.device import DeviceCopier
 from kvstrata.transfer.driver import Event
 from kvstrata.transfer.guarded import Copied, RankSlots, Run, load_job, save_job
 from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.layered import LayerGates, Part, copy_part
 
 __all__ = ["NOW", "PagedDevice", "PagewiseDevice", "open_device"]
 
@@ -34,18 +35,40 @@ class PagedDevice(Protocol):
         ...
 
     @property
+    def numa_node(self) -> int | None:
+        """Where host memory should be for its copies; None if that does not matter, or who knows."""
+        ...
+
+    @property
     def copies_at_once(self) -> bool:
         """Whether a job begins at once, whatever the engine has launched before it."""
+        ...
+
+    def step_begins(self) -> None:
+        """The engine, whose thread calls this, begins a step; never waits."""
         ...
 
     def fence(self) -> Event:
         """What was launched up to now by the engine, whose thread calls this; never waits."""
         ...
 
+    def follow(self, event: Event) -> None:
+        """What the engine, whose thread calls this, launches now runs once *event* is over."""
+        ...
+
     def load_job(
         self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
     ) -> Callable[[Handle[Copied]], Copied]:
         """A job that copies *runs* to the device once *after* is over, or one layer of them."""
+        ...
+
+    def load_layers_job(
+        self, parts: Sequence[Part], after: Event, gates: LayerGates
+    ) -> Callable[[Handle[Copied]], Copied]:
+        """A job that copies *parts* to the device layer by layer, and opens a gate for each.
+
+        Of ``WHOLE`` jobs those parts have arrived that are in no doubt then.
+        """
         ...
 
     def save_job(
@@ -69,6 +92,9 @@ class _Now:
     def wait(self) -> None:
         return
 
+    def hold(self, stream: Any) -> None:
+        return
+
 
 NOW: Final = _Now()
 
@@ -77,6 +103,7 @@ class PagewiseDevice:
     """A ``PagedDevice`` whose copiers do the work themselves, a run of blocks at a time."""
 
     copy_threads: Final = 1
+    numa_node: Final = None
 
     def __init__(self, copiers: Sequence[DeviceCopier], engine: Event = NOW) -> None:
         """*copiers*: one a group; *engine*: waits for all that is launched when it is asked."""
@@ -84,13 +111,31 @@ class PagewiseDevice:
         self._engine = engine
         self.copies_at_once = engine is NOW
 
+    def step_begins(self) -> None:
+        """Its copies ask for nothing that a step waits for."""
+
     def fence(self) -> Event:
         return self._engine
+
+    def follow(self, event: Event) -> None:
+        event.wait()
 
     def load_job(
         self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
     ) -> Callable[[Handle[Copied]], Copied]:
         return _after(after, load_job(self.copiers, slots, runs, layer))
+
+    def load_layers_job(
+        self, parts: Sequence[Part], after: Event, gates: LayerGates
+    ) -> Callable[[Handle[Copied]], Copied]:
+        def run(handle: Handle[Copied]) -> Copied:
+            for layer in range(gates.layers):
+                for part in parts:
+                    copy_part(load_job(self.copiers, part.slots, part.runs, layer), part, handle)
+                gates.open()
+            return Copied.WHOLE
+
+        return _after(after, run)
 
     def save_job(
         self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None

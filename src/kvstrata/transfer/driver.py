@@ -1,10 +1,11 @@
 """What copies on streams need of a device: streams of their own, and events to wait for.
 
-A stream runs what it is given in order, some time later. Whatever goes wrong on a device may be
+A stream runs what it is given in order, some time later; it waits for events of other streams
+without any thread that does. Whatever goes wrong on a device may be
 told by any later call, for work of anybody's: it raises ``DeviceFault``.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvstrata.core.errors import KVStrataError
 from kvstrata.transfer.descriptors import Spans
@@ -25,6 +26,10 @@ class Event(Protocol):
         """Block the calling thread, and no other, until the stream has come so far."""
         ...
 
+    def hold(self, stream: Any) -> None:
+        """Have *stream*, as the driver knows it, run what comes next behind this; never waits."""
+        ...
+
 
 class CopyStream(Protocol):
     """A stream for copies of one direction. For one thread at a time."""
@@ -37,6 +42,14 @@ class CopyStream(Protocol):
         """The point behind all that was given to this stream so far."""
         ...
 
+    def follow(self, event: Event) -> None:
+        """What this stream is given from now on runs once *event* is over."""
+        ...
+
+    def wait_idle(self) -> None:
+        """Block the calling thread until all that was given to this stream has run."""
+        ...
+
 
 class Driver(Protocol):
     """One device of this process."""
@@ -47,4 +60,8 @@ class Driver(Protocol):
 
     def fence(self) -> Event:
         """The point behind all that the engine has launched. For the engine's thread; never waits."""
+        ...
+
+    def follow(self, event: Event) -> None:
+        """What the engine launches from now on runs once *event* is over. As ``fence``."""
         ...

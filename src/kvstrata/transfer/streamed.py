@@ -3,13 +3,17 @@
 A job waits, on its own thread, for what the engine had launched when the job was made, then asks
 for its copies and waits until they have arrived. So a save reads nothing that is unfinished, a load
 overwrites nothing that is still read, and what is reported has happened.
+
+Loads layer by layer wait for the engine, and the engine for them, on the streams: threads wait
+until the copies of a layer have been asked for, which is up to 64 chunks before they arrive.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +23,8 @@ from kvstrata.transfer.descriptors import HostRows, Numbers, PagePlaces
 from kvstrata.transfer.driver import CopyStream, DeviceFault, Driver, Event
 from kvstrata.transfer.guarded import Copied, RankSlots, Run
 from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.layered import LayerGates, Part
+from kvstrata.transfer.pace import Pace
 from kvstrata.transfer.streams import CopyLimits, CopyQueue, Flight, Link
 
 __all__ = ["Pins", "StreamedDevice"]
@@ -44,6 +50,22 @@ class Pins(Protocol):
         ...
 
 
+class _Places(NamedTuple):
+    """Device blocks of one group, and their rows in host memory."""
+
+    pages: PagePlaces
+    blocks: Numbers
+    rows: HostRows
+
+
+class _Batch(NamedTuple):
+    """Some runs of a part, which are looked up once for all layers."""
+
+    part: Part
+    runs: Sequence[Run]
+    places: Sequence[_Places]
+
+
 class StreamedDevice:
     """A ``PagedDevice`` that copies on streams of its own."""
 
@@ -57,13 +79,19 @@ class StreamedDevice:
         streams: tuple[CopyStream, CopyStream],
         pins: Pins,
         limits: CopyLimits = CopyLimits(),  # noqa: B008 - immutable
+        *,
+        numa_node: int | None = None,
     ) -> None:
-        """*groups*: the pages of each KV cache group; *streams*: for loads, and for saves."""
+        """*groups*: the pages of each KV cache group; *streams*: for loads, and for saves.
+
+        *numa_node*: the one that the device is attached to, if that is known.
+        """
+        self.numa_node = numa_node
         self._driver = driver
         self._groups = tuple(groups)
-        link = Link()
-        self._loads = CopyQueue(streams[0], link, is_load=True, limits=limits)
-        self._saves = CopyQueue(streams[1], link, is_load=False, limits=limits)
+        link, self._pace = Link(), Pace()
+        self._loads = CopyQueue(streams[0], link, pace=None, limits=limits)
+        self._saves = CopyQueue(streams[1], link, pace=self._pace, limits=limits)
         self._pins = pins
 
     def fence(self) -> Event:
@@ -72,6 +100,17 @@ class StreamedDevice:
             return self._driver.fence()
         except DeviceFault as e:
             return _Failed(e)
+
+    def step_begins(self) -> None:
+        self._pace.step_begins()
+
+    def follow(self, event: Event) -> None:
+        self._driver.follow(event)
+
+    def load_layers_job(
+        self, parts: Sequence[Part], after: Event, gates: LayerGates
+    ) -> Callable[[Handle[Copied]], Copied]:
+        return partial(self._run_layers, parts, after, gates)
 
     def load_job(
         self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
@@ -97,39 +136,73 @@ class StreamedDevice:
         flight = Flight()
         with queue.turn(), self._pins.used():
             try:
-                for batch in self._batches(runs):
+                for batch in _batches(runs, [_row_bytes(pages, layer) for pages in self._groups]):
                     if handle.stopping:
                         return Copied.STOPPED
                     if not _are_current(slots, batch):
                         return Copied.STALE
-                    self._begin(queue, flight, slots, batch, layer)
+                    self._begin(queue, flight, self._places(slots, batch), layer)
             finally:  # whatever has happened: what was begun has ended when the job has
                 flight.wait()
         return Copied.WHOLE if _are_current(slots, runs) else Copied.STALE
+
+    def _run_layers(
+        self, parts: Sequence[Part], after: Event, gates: LayerGates, handle: Handle[Copied]
+    ) -> Copied:
+        """The parts are copied in turn, so a fault of the device is one of all of them."""
+        self._driver.enter()
+        queue, flight = self._loads, Flight()
+        with queue.turn(), self._pins.used():
+            try:
+                queue.follow(after)
+                widest = [max(pages.page_bytes) for pages in self._groups]
+                batches = [
+                    _Batch(part, runs, self._places(part.slots, runs))
+                    for part in parts
+                    for runs in _batches(part.runs, widest)
+                ]
+                for layer in range(gates.layers):
+                    if not self._begin_layer(flight, batches, layer, handle):
+                        return Copied.STOPPED
+                    gates.open(queue.mark())
+            finally:
+                flight.wait()
+        for part in parts:
+            _look_at(part, part.runs)
+        return Copied.WHOLE
+
+    def _begin_layer(
+        self, flight: Flight, batches: Sequence[_Batch], layer: int, handle: Handle[Copied]
+    ) -> bool:
+        """Ask for one layer of those parts that are in no doubt; False if it is to be stopped."""
+        ahead = self._loads.limits.chunks_ahead
+        for part, runs, places in batches:
+            if handle.stopping:
+                return False
+            _look_at(part, runs)
+            if part.doubt is None:
+                self._begin(self._loads, flight, places, layer, ahead)
+        return True
 
     def _begin(
         self,
         queue: CopyQueue,
         flight: Flight,
-        slots: RankSlots,
-        runs: Sequence[Run],
+        places: Sequence[_Places],
         layer: int | None,
+        in_flight: int | None = None,
     ) -> None:
-        for number, places in enumerate(self._groups):
-            if own := [run for run in runs if run.group == number]:
-                blocks, rows = _rows(slots, own, number, places.device_block_bytes)
-                spans = places.spans(blocks, rows, layer, most_bytes=queue.limits.chunk_bytes)
-                queue.submit(spans, flight)
+        for pages, blocks, rows in places:
+            spans = pages.spans(blocks, rows, layer, most_bytes=queue.chunk_bytes)
+            queue.submit(spans, flight, in_flight)
 
-    def _batches(self, runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
-        first, batch_bytes = 0, 0
-        for number, run in enumerate(runs):
-            batch_bytes += len(run.device_blocks) * self._groups[run.group].device_block_bytes
-            if batch_bytes >= _BATCH_BYTES:
-                yield runs[first : number + 1]
-                first, batch_bytes = number + 1, 0
-        if first < len(runs):
-            yield runs[first:]
+    def _places(self, slots: RankSlots, runs: Sequence[Run]) -> list[_Places]:
+        """Where the bytes of *runs* are, of one group after the other."""
+        return [
+            _Places(pages, *_rows(slots, own, group, pages.device_block_bytes))
+            for group, pages in enumerate(self._groups)
+            if (own := [run for run in runs if run.group == group])
+        ]
 
     def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
         try:
@@ -151,6 +224,32 @@ class _Failed:
 
     def wait(self) -> None:
         raise self._fault
+
+    def hold(self, stream: Any) -> None:
+        raise self._fault
+
+
+def _row_bytes(pages: PagePlaces, layer: int | None) -> int:
+    """What is copied of a device block."""
+    return pages.device_block_bytes if layer is None else pages.page_bytes[layer]
+
+
+def _batches(runs: Sequence[Run], row_bytes: Sequence[int]) -> Iterator[Sequence[Run]]:
+    """*runs* in order, in parts of about as many bytes; *row_bytes*: of a block of each group."""
+    first, batch_bytes = 0, 0
+    for number, run in enumerate(runs):
+        batch_bytes += len(run.device_blocks) * row_bytes[run.group]
+        if batch_bytes >= _BATCH_BYTES:
+            yield runs[first : number + 1]
+            first, batch_bytes = number + 1, 0
+    if first < len(runs):
+        yield runs[first:]
+
+
+def _look_at(part: Part, runs: Sequence[Run]) -> None:
+    """Doubt *part* if one of its *runs* is not what it was."""
+    if part.doubt is None and not _are_current(part.slots, runs):
+        part.doubt = Copied.STALE.value
 
 
 def _are_current(slots: RankSlots, runs: Sequence[Run]) -> bool:

@@ -1,4 +1,4 @@
-"""Copies on streams: in chunks, few of them at a time, saves behind loads.
+"""Copies on streams: in chunks, few of them at a time, saves behind loads and the engine's steps.
 
 A device copies in the order in which it is asked and knows no priorities on its link. So it is
 asked for little at a time: two chunks of a job, of which one is under way while the next waits, so
@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from kvstrata.transfer.descriptors import Spans, chunks
-from kvstrata.transfer.driver import CopyStream, Event
+from kvstrata.transfer.driver import CopyStream, DeviceFault, Event
+from kvstrata.transfer.pace import Pace
 
 __all__ = ["CopyLimits", "CopyQueue", "Flight", "Link"]
 
@@ -23,7 +24,9 @@ class CopyLimits(NamedTuple):
     chunk_bytes: int = 4 << 20  # 80 to 160 µs of a link of PCIe 5 or 4
     chunk_spans: int = 4096
     chunks_in_flight: int = 2  # of one job
+    shared_chunk_bytes: int = 2 << 20  # of a save while steps run, which have one before them then
     patience_seconds: float = 0.005  # that a chunk of a save waits for loads: they may never pause
+    chunks_ahead: int = 64  # of a job that loads layer by layer: about 10 ms of the link
 
 
 class Flight:
@@ -82,35 +85,74 @@ class CopyQueue:
         stream: CopyStream,
         link: Link,
         *,
-        is_load: bool,
+        pace: Pace | None,
         limits: CopyLimits = CopyLimits(),  # noqa: B008 - immutable
     ) -> None:
+        """*pace*: of saves, None for loads."""
         self._stream = stream
         self._link = link
-        self._is_load = is_load
+        self._pace = pace
         self.limits: Final = limits
         self._lock = threading.Lock()  # held while the stream is given something
 
-    def submit(self, spans: Spans, flight: Flight) -> None:
+    def submit(self, spans: Spans, flight: Flight, in_flight: int | None = None) -> None:
         """Ask for *spans*, whose events are added to *flight*; returns before they have arrived.
 
-        Raises what the device says. Wait for *flight* then, too.
+        *in_flight*: chunks, if not as many as usual. Raises what the device says. Wait for *flight*
+        then, too.
         """
         limits = self.limits
-        for chunk in chunks(spans, limits.chunk_bytes, limits.chunk_spans):
-            if not self._is_load:
-                self._link.wait_free(limits.patience_seconds)
-            flight.wait(but=limits.chunks_in_flight - 1)
-            with self._lock:
-                try:
-                    self._stream.copy(chunk)
-                finally:  # some of it may be under way
-                    flight.add(self._stream.record())
+        most = in_flight or limits.chunks_in_flight
+        for chunk in chunks(spans, self.chunk_bytes, limits.chunk_spans):
+            if self._pace is None:
+                flight.wait(but=most - 1)
+                self._ask(chunk, flight)
+                continue
+            self._link.wait_free(limits.patience_seconds)
+            if self._pace.is_shared:
+                flight.wait()
+                with self._pace.share():
+                    self._ask(chunk, flight)
+                    flight.wait()
+            else:
+                flight.wait(but=most - 1)
+                self._ask(chunk, flight)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a chunk should have at most, now."""
+        is_shared = self._pace is not None and self._pace.is_shared
+        return self.limits.shared_chunk_bytes if is_shared else self.limits.chunk_bytes
+
+    def _ask(self, chunk: Spans, flight: Flight) -> None:
+        with self._lock:
+            try:
+                self._stream.copy(chunk)
+            finally:  # some of it may be under way
+                flight.add(self._end())
+
+    def _end(self) -> Event:
+        """The point behind all that was asked for; where none can be had, it is waited for here."""
+        try:
+            return self._stream.record()
+        except DeviceFault:
+            self._stream.wait_idle()
+            raise
+
+    def follow(self, event: Event) -> None:
+        """What is asked for from now on, by whatever job, is copied once *event* is over."""
+        with self._lock:
+            self._stream.follow(event)
+
+    def mark(self) -> Event:
+        """The point behind all that was asked for."""
+        with self._lock:
+            return self._stream.record()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Around a job: saves make way for those that load."""
-        if self._is_load:
+        if self._pace is None:
             with self._link.loading():
                 yield
         else:

@@ -30,6 +30,10 @@ class DeviceSync:
         if self._synchronize is not None:
             self._synchronize(self._device)
 
+    def hold(self, stream: Any) -> None:
+        """There is no stream that could wait."""
+        self.wait()
+
 
 class TorchPageCopier:
     """A ``DeviceCopier`` over tensors on any device."""

@@ -1,0 +1,40 @@
+"""Jobs as a worker makes them, on a GPU whose engine is at work; see tests/device_jobs.py."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.device_jobs import JOBS, Engine
+
+from kvstrata.transfer.devices import PagedDevice, open_device
+
+
+class Gpu:
+    device = torch.device("cuda", 0)
+    scale = 1024  # pages of half a MiB: several chunks
+
+    def __init__(self, *, by_kernel: bool) -> None:
+        self._by_kernel = by_kernel
+
+    def open(self, pages: Sequence[Sequence[torch.Tensor]]) -> PagedDevice:
+        opened: Any = open_device(pages)
+        for queue in (opened._loads, opened._saves):
+            queue._stream.kernel_bytes = 1 << 62 if self._by_kernel else 0
+        device: PagedDevice = opened
+        return device
+
+    def launch(self, work: Callable[[], object]) -> None:
+        work()
+
+    def delay(self) -> None:
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("do", JOBS)
+def test_jobs(do: Callable[[Engine], None], by_kernel: bool) -> None:
+    do(Gpu(by_kernel=by_kernel))
