@@ -109,6 +109,14 @@ def test_why_a_prompt_is_not_blended() -> None:
     assert all_of_it.decide(plan_of("8r 90g"), 97).reason is Reason.FEW_TOKENS
 
 
+def test_what_is_too_short_needs_no_plan() -> None:
+    economy = Economy()
+    assert economy.is_hopeless(1024)
+    assert not economy.is_hopeless(1025)
+    assert economy.decide(plan_of("1024r 1g"), 0).reason is Reason.PAYS
+    assert not Economy(min_saved_tokens=0).is_hopeless(1)
+
+
 @pytest.mark.parametrize("setting", [{"min_saved_tokens": -1}, {"min_saved_share": 1.01}])
 def test_an_economy_that_cannot_be_is_refused(setting: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="at least"):

@@ -11,6 +11,7 @@ from kvstrata.blend.position import (
     PositionCorrector,
     check_rope_settings,
     gate_shifts,
+    mean_difference,
     relative_difference,
 )
 from kvstrata.core.errors import ConfigError, InvariantViolated
@@ -200,6 +201,15 @@ def test_keys_that_do_not_fit_are_refused(keys: torch.Tensor, targets: list[int]
 def test_a_table_of_another_kind_is_refused(table: torch.Tensor, rotary_dim: int) -> None:
     with pytest.raises(ConfigError, match="rope table"):
         PositionCorrector(table, rotary_dim=rotary_dim, is_neox=True)
+
+
+def test_mean_difference() -> None:
+    expected = torch.tensor([2.0, -4.0, 4.0, 0.0])
+    assert mean_difference(torch.tensor([2.0, -1.0, 4.0, 0.0]), expected) == 0.5
+    assert mean_difference(expected, expected) == 0
+    assert mean_difference(expected * float("nan"), expected) == float("inf")
+    assert mean_difference(expected, torch.zeros(4)) == float("inf")
+    assert mean_difference(torch.zeros(4), torch.zeros(4)) == 0
 
 
 def test_relative_difference() -> None:

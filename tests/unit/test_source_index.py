@@ -1,9 +1,14 @@
 """The source index at lengths at which pieces matter; states are tested by a machine."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvstrata.blend.fingerprints import PIECE_WINDOWS, Fingerprints, Prints, Tokens
+from kvstrata.blend.print_table import Ids, PrintTable
+from kvstrata.blend.runs import Runs
 from kvstrata.blend.source_index import BLENDED_GENERATION, SourceIndex
 from kvstrata.core.keys import KeyArray
 
@@ -102,6 +107,61 @@ def test_windows_at_the_seams_of_pieces_are_found() -> None:
             prompt = tokens(seam + 2 * GRID, 1)
             prompt[start : start + GRID] = document
             assert index.match(b"", prompt).start.tolist() == [start]
+
+
+def pieces_of(documents: list[Tokens], count: int, rng: np.random.Generator) -> Tokens:
+    """Parts of *documents* in any order, some of them with other tokens between or in them."""
+    parts = []
+    for _ in range(count):
+        document = documents[rng.integers(len(documents))]
+        start, end = sorted(rng.integers(0, len(document), 2).tolist())
+        part = document[start:end].copy()
+        part[rng.random(len(part)) < 0.0005] = 7
+        parts += [part, tokens(int(rng.integers(0, 30)), int(rng.integers(1 << 30)))]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_prompt_has_the_runs_of_a_search_of_every_window(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    documents = [tokens(int(rng.integers(100, 5000)), 100 * seed + n) for n in range(20)]
+    index = new_index()
+    for number in range(8):
+        prompt = pieces_of(documents, 20, rng)
+        index.add(b"", prompt, 0, keys_for(0, len(prompt), number), number % 2)
+    prompt = pieces_of(documents, 130, rng)
+    assert len(prompt) > 1 << 16
+    found = index.match(b"", prompt)
+    monkeypatch.setattr("kvstrata.blend.search._SURVEYED_WINDOWS", len(prompt))
+    wanted = index.match(b"", prompt)
+    assert len(wanted) > 100
+    for mine, right in zip(found_arrays(found), found_arrays(wanted), strict=True):
+        assert np.array_equal(mine, right)
+
+
+def found_arrays(runs: Runs) -> tuple[NDArray[Any], ...]:
+    return runs.start, runs.length, runs.delta, runs.generation, runs.key_offsets, runs.keys
+
+
+def test_windows_within_a_run_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = new_index()
+    documents = [tokens(3000, seed) for seed in range(40)]
+    for seed, document in enumerate(documents):
+        add(index, document, seed=seed)
+    looked_up = 0
+    find = PrintTable.find
+
+    def counting(table: PrintTable, prints: Prints) -> tuple[NDArray[np.intp], Ids]:
+        nonlocal looked_up
+        looked_up += len(prints)
+        return find(table, prints)
+
+    monkeypatch.setattr(PrintTable, "find", counting)
+    runs = index.match(b"", np.concatenate(documents))
+    assert (len(runs), runs.tokens) == (40, 120_000)
+    assert looked_up < 15_000
 
 
 def test_what_is_known_is_not_stored_again() -> None:
@@ -223,7 +283,7 @@ def test_false_hits_are_compared_a_bounded_number_of_times(
         compared += 1
         return 0, 0
 
-    monkeypatch.setattr("kvstrata.blend.source_index.agreement", counting)
+    monkeypatch.setattr("kvstrata.blend.search.agreement", counting)
     index = SourceIndex(OneFingerprint(GRID), tokens_per_block=BLOCK, capacity_tokens=1 << 20)
     add(index, tokens(6400))
     assert index.statistics().windows == 1

@@ -28,6 +28,11 @@ from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.geometry import pages_from_tensors
 from kvstrata.integration.vllm.metadata import NULL_BLOCK
 
+FLOAT8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -86,7 +91,7 @@ def close(left: KV, right: KV) -> bool:
 
 
 def written_is_read(ground: Ground) -> dict[str, Any]:
-    """Random KV of some tokens, and what is in all tokens before and after."""
+    """Random KV of some tokens, to the nearest that is kept, and what is in all before and after."""
     blocks = torch.tensor([3, 7])
     count = 2 * ground.block_size
     ground.nested.run([Part(ground.tokens(count), torch.arange(count), blocks.int())])
@@ -94,11 +99,13 @@ def written_is_read(ground: Ground) -> dict[str, Any]:
     some = torch.randperm(count)[: count // 3].sort().values
     others = torch.tensor([i for i in range(count) if i not in some.tolist()])
     right = True
-    for layer, old in zip(ground.layers.values(), before, strict=True):
+    for (name, layer), old in zip(ground.layers.items(), before, strict=True):
         keys, values = (torch.randn_like(part[some]) for part in old)
         layer.write(keys, values, slots_of(some, blocks, ground.block_size))
+        kept = FLOAT8.get(ground.attention[name].kv_cache_dtype, keys.dtype)
         for was, wrote, now in zip(old, (keys, values), layer.read_blocks(blocks), strict=True):
-            right &= torch.equal(now[some], wrote) and torch.equal(now[others], was[others])
+            right &= torch.equal(now[some], wrote.to(kept).to(wrote))
+            right &= torch.equal(now[others], was[others])
     return {"right": right}
 
 
@@ -124,6 +131,69 @@ def recomputed_is_equal(ground: Ground) -> dict[str, Any]:
         "hidden": torch.equal(again, hidden[some]),
         "batched": torch.equal(both, torch.cat([hidden, hidden[some]])),
     }
+
+
+def kept_where_it_was_is_equal(ground: Ground) -> dict[str, Any]:
+    """KV at its old position behind the same tokens, in other blocks, and what is said behind it."""
+    count = 3 * ground.block_size - 5
+    blocks, other = (torch.tensor(ids, dtype=torch.int32) for ids in ([4, 9, 2], [11, 1, 6]))
+    tokens, positions = ground.tokens(count), torch.arange(count)
+    hidden = ground.nested.run([Part(tokens, positions, blocks)])
+    before = ground.read(blocks, count)
+    slots, places = slots_of(positions, other, ground.block_size), positions.numpy()
+    for layer, moves, (keys, values) in zip(
+        ground.layers.values(), ground.correctors, before, strict=True
+    ):
+        layer.write(moves.correct(keys, places, places), values, slots)
+    behind = positions[-9:]
+    again = ground.nested.run([Part(tokens[behind], behind, other)])
+    return {
+        "kv": equal(before, ground.read(other, count)),
+        "hidden": torch.equal(again, hidden[behind]),
+    }
+
+
+def attention_reaches_its_window(ground: Ground) -> dict[str, Any]:
+    """By layer with a window: whether it, and our scores of it, see its first token and none before."""
+    count = 3 * ground.block_size - 5
+    blocks = torch.tensor([4, 9, 2], dtype=torch.int32)
+    tokens, last = ground.tokens(count), torch.tensor([count - 1])
+    windows = [layer.sliding_window for layer in ground.attention.values()]
+    told = {}
+    for number, window in enumerate(windows):
+        if window is None:
+            continue
+        ground.nested.run([Part(tokens, torch.arange(count), blocks)])
+        runner = StepRunner(
+            ground.nested,
+            list(ground.layers.values()),
+            list(ground.attention.values()),
+            ground.taps,
+            (number,),
+            SimpleNamespace(world_size=1),
+        )
+        step = ScoreAttention(last.numpy(), last.numpy())
+        (scores,) = runner.run([Prompt(tokens, blocks)], [step])
+        first = count - window
+        told[str(number)] = {
+            "scored": [bool(scores[first - 1] > 0), bool(scores[first] > 0)],
+            "sum": float(scores.sum()) >= 0.999,
+            "seen": [_changes(ground, number, at, last, blocks) for at in (first - 1, first)],
+        }
+    return told
+
+
+def _changes(
+    ground: Ground, number: int, at: int, last: torch.Tensor, blocks: torch.Tensor
+) -> bool:
+    """Whether other KV of the token *at* in layer *number* is seen by the token *last*."""
+    tokens = ground.tokens(int(last) + 1)
+    ground.nested.run([Part(tokens, torch.arange(len(tokens)), blocks)])
+    before = ground.nested.run([Part(tokens[last], last, blocks)])
+    layer = list(ground.layers.values())[number]
+    keys, values = (part[at : at + 1] for part in layer.read_blocks(blocks))
+    layer.write(keys, values + 1, slots_of(torch.tensor([at]), blocks, ground.block_size))
+    return not torch.equal(before, ground.nested.run([Part(tokens[last], last, blocks)]))
 
 
 def gate_knows_the_model(ground: Ground) -> dict[str, Any]:
@@ -235,6 +305,8 @@ PROBES: dict[str, Callable[[Ground], dict[str, Any]]] = {
     for probe in (
         written_is_read,
         recomputed_is_equal,
+        kept_where_it_was_is_equal,
+        attention_reaches_its_window,
         gate_knows_the_model,
         taps_stop_behind_a_layer,
         steps_of_several_prompts,

@@ -1,14 +1,16 @@
 """Blended requests of a real engine: what they reuse, and what nobody else ever sees of it."""
 
 import os
+import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.machines import is_nightly
-from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
+from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
 from tests.vllm.engine import Act, Ask, embedded_report
 from tests.vllm.oracle import Oracle
 
@@ -109,21 +111,52 @@ def mix(subject: Subject) -> tuple[list[Ask], list[Act]]:
     return asks, acts
 
 
-@pytest.mark.parametrize("mixes", [1000 if is_nightly() else 3])
-def test_mixes_of_blended_exact_preempted_and_aborted_requests(
-    subject: Subject, mixes: int
-) -> None:
+def exact_tokens(subject: Subject, prompt: Prompt) -> int:
+    """As far as others have the blocks of *prompt*: its system prompt and its first document.
+
+    The tokens behind it are its own.
+    """
+    behind = prompt[len(subject.system) :]
+    first = next(d for d in subject.documents if behind[: len(d)] == d)
+    return len(subject.system + first) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+PARTS, MIXES = (20, 50) if is_nightly() else (1, 3)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject, part: int) -> None:
     """Exact answers stay those of vLLM alone, and so do blended ones that compute everything."""
-    for _ in range(mixes):
+    rng, subject.rng = subject.rng, random.Random(part)
+    before = subject.engine.counters()
+    counts = Counter[str]()
+    for _ in range(MIXES):
         asks, acts = mix(subject)
         answers = subject.run(asks, *acts)
         aborted = {act.what for act in acts if act.kind == "abort"}
         kept = [ask for ask in asks if ask.id not in aborted]
         exact = [a for a in kept if dict(a.transfer or {})["blend"] in (False, {"ratio": 1.0})]
         subject.oracle.check(exact, {ask.id: answers[ask.id] for ask in exact})
+        for ask in exact:
+            if dict(ask.transfer or {})["blend"] is False:
+                counts["exact"] += 1
+                assert answers[ask.id].cached_tokens <= exact_tokens(subject, ask.prompt)
         blended = [ask for ask in kept if ask not in exact]
         for ask in blended[:1]:  # of what they have computed nobody finds anything
-            assert subject.exact(ask.prompt).cached_tokens >= len(subject.system)
+            cached = subject.exact(ask.prompt).cached_tokens
+            assert cached >= len(subject.system)
+            if answers[ask.id].cached_tokens > exact_tokens(subject, ask.prompt):
+                counts["blended, then exact"] += 1
+                assert cached <= exact_tokens(subject, ask.prompt)
+        counts["requests"] += len(asks)
+        counts["aborted"] += len(aborted)
+        counts["everything computed anew"] += len(exact)
+        counts["blended"] += len(blended)
+    counts["everything computed anew"] -= counts["exact"]
+    after = subject.engine.counters()
+    counts["preemptions"] = round(after["vllm:num_preemptions"] - before["vllm:num_preemptions"])
+    print(f"part {part}: {MIXES} mixes, {dict(counts)}")  # noqa: T201 - for pytest -rP
+    subject.rng = rng
 
 
 def test_nothing_is_saved_of_a_request_that_is_aborted_while_it_is_blended(

@@ -10,12 +10,17 @@ import pytest
 from tests.machines import is_nightly
 from tests.vllm.engine import Engine
 
+from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
+
 pytestmark = pytest.mark.vllm
 
 
 Told = list[dict[str, Any]]
 
+WINDOW = 40  # less than the tokens that the probes run, no multiple of a block
 EAGER = {"enforce_eager": True}
+FP8 = {"kv_cache_dtype": "fp8"}
+ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
 COMPILED = {"enforce_eager": False}  # for tokens of any number, as vLLM does by default
 TWO_WORKERS = {
     "tensor_parallel_size": 2,
@@ -29,12 +34,22 @@ TWO_WORKERS = {
     params=[
         pytest.param(("float32", EAGER), id="float32"),
         pytest.param(("bfloat16", EAGER), id="bfloat16"),
+        pytest.param(("sliding", EAGER), id="sliding"),
+        pytest.param(("mixed", ONE_GROUP), id="mixed"),
+        pytest.param(("float32", FP8), id="fp8"),
         *(
             (
                 pytest.param(("float32", COMPILED), id="float32-compiled"),
                 pytest.param(("bfloat16", COMPILED), id="bfloat16-compiled"),
                 pytest.param(("float32", TWO_WORKERS), id="float32-two"),
                 pytest.param(("bfloat16", TWO_WORKERS), id="bfloat16-two"),
+                pytest.param(("float32", TWO_WORKERS | COMPILED), id="float32-two-compiled"),
+                pytest.param(("bfloat16", TWO_WORKERS | COMPILED), id="bfloat16-two-compiled"),
+                pytest.param(("sliding", COMPILED), id="sliding-compiled"),
+                pytest.param(("sliding", TWO_WORKERS), id="sliding-two"),
+                pytest.param(("bfloat16", FP8), id="bfloat16-fp8"),
+                pytest.param(("float32", FP8 | {"kv_cache_dtype": "fp8_e5m2"}), id="fp8-e5m2"),
+                pytest.param(("float32", FP8 | TWO_WORKERS), id="fp8-two"),
             )
             if is_nightly()
             else ()
@@ -48,9 +63,15 @@ def told(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Told]:
     """What the probes say in each worker."""
-    dtype, settings = request.param
+    kind, settings = request.param
     folder = tmp_path_factory.mktemp("ground")
-    model = tiny_llama if dtype == "float32" else tiny_llama_bfloat16
+    match kind:
+        case "sliding" | "mixed":
+            windows = TinyLlama(dtype="float32", window=WINDOW, full_layers=int(kind == "mixed"))
+            model = write_tiny_llama(folder / "model", windows)
+        case _:
+            model = tiny_llama if kind == "float32" else tiny_llama_bfloat16
+    dtype = "bfloat16" if kind == "bfloat16" else "float32"
     workers = settings.get("tensor_parallel_size", 1)
     transfer = {
         "kv_connector": "ProbeConnector",
@@ -84,6 +105,23 @@ def test_tokens_that_are_run_again_are_bit_equal_to_a_whole_prefill(told: Told) 
             "hidden": True,
             "batched": True,
         }
+
+
+def test_kv_that_stays_where_it_was_is_bit_equal_and_so_is_what_is_said_behind_it(
+    told: Told,
+) -> None:
+    for worker in told:
+        assert worker["kept_where_it_was_is_equal"] == {"kv": True, "hidden": True}
+
+
+def test_a_window_is_attended_to_and_scored_to_its_first_token_and_no_further(
+    told: Told, request: pytest.FixtureRequest
+) -> None:
+    kind, _ = request.node.callspec.params["told"]
+    layers = {"sliding": "0123", "mixed": "012"}.get(kind, "")
+    right = {"scored": [False, True], "sum": True, "seen": [False, True]}
+    for worker in told:
+        assert worker["attention_reaches_its_window"] == dict.fromkeys(layers, right)
 
 
 def test_the_gate_lets_in_the_models_own_rope_and_no_other(told: Told) -> None:

@@ -14,13 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.request import Request
 
 from kvstrata.blend.runs import Runs
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.keys import as_key_array
 from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.blend.learning import Learning
 from kvstrata.integration.vllm.blend.lookups import RunLookup
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.supported import refuse_engine
@@ -32,9 +33,9 @@ from kvstrata.server import protocol as p
     ("groups", "reason"),
     [
         ([group(mla())], "MLA"),
-        ([group(sliding())], "SlidingWindowSpec is not full attention"),
-        ([group(chunked())], "ChunkedLocalAttentionSpec is not full attention"),
-        ([group(full(), 2), group(sliding(), 2, first=2)], "2 KV cache groups"),
+        ([group(chunked())], "ChunkedLocalAttentionSpec is neither full attention nor a sliding"),
+        ([group(full(attention_chunk_size=128))], "reaches back to the beginning of a chunk"),
+        ([group(full(), 2), group(sliding(), 2, first=2)], "2 KV cache groups .* share one with"),
     ],
 )
 def test_an_engine_that_cannot_blend_is_refused(
@@ -43,6 +44,21 @@ def test_an_engine_that_cannot_blend_is_refused(
     config = vllm_config(folder)
     with pytest.raises(ConfigError, match=reason):
         refuse_engine(load_config({}, environ={}), config, plan(config, *groups))
+
+
+def test_an_engine_with_kv_of_another_type_is_refused(folder: Path) -> None:
+    config = vllm_config(folder)
+    config.cache_config.cache_dtype = "int8_per_token_head"
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype is int8_per_token_head, and must be auto"
+    ):
+        refuse_engine(load_config({}, environ={}), config, plan(config, group(full())))
+
+
+@pytest.mark.parametrize("spec", [full(), full(sliding_window=64), sliding()])
+def test_an_engine_whose_layers_have_windows_is_let_in(folder: Path, spec: KVCacheSpec) -> None:
+    config = vllm_config(folder)
+    refuse_engine(load_config({}, environ={}), config, plan(config, group(spec)))
 
 
 def test_an_engine_with_another_device_than_a_cpu_is_refused(folder: Path) -> None:
@@ -72,6 +88,25 @@ def test_a_match_ratio_is_said_to_change_nothing(
     settings = load_config(settings_of(tmp_path, min_match_ratio=0.8), environ={})
     BlendScheduler(settings, config, plan(config, group(full(), 2))).close()
     assert "min_match_ratio 0.8 changes nothing" in caplog.text
+
+
+def test_a_prompt_that_is_too_short_to_be_worth_it_is_not_searched(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config(folder)
+    config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role="kv_both")
+    settings = load_config(settings_of(tmp_path, blend="all"), environ={})
+    half = BlendScheduler(settings, config, plan(config, group(full(), 2)))
+    monkeypatch.setattr(Learning, "runs", None)
+    params = SamplingParams(max_tokens=1)
+    for tokens, first, result in (
+        (1024, 0, "few_tokens"),
+        (1100, 96, "few_tokens"),
+        (99, 98, "no_run"),
+    ):
+        request = Request("short", [0] * tokens, params, None)
+        assert half._candidate(request, first).result == result
+    half.close()
 
 
 def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None:

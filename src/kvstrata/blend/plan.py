@@ -166,6 +166,10 @@ class Economy:
         self._min_tokens = min_saved_tokens
         self._min_share = min_saved_share
 
+    def is_hopeless(self, prefill_tokens: int) -> bool:
+        """Whether nothing that may be known of them can make it worth it; the last is computed."""
+        return prefill_tokens - 1 < self._min_tokens
+
     def decide(self, plan: BlendPlan, work_tokens: float) -> Decision:
         """Judge *plan* by all it costs, in tokens of prefill that take as long.
 

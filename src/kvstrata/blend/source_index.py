@@ -1,7 +1,6 @@
 """Finds runs of known tokens at any offset of a prompt."""
 
 import os
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -10,10 +9,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata.blend.fingerprints import PIECE_WINDOWS, Fingerprints, Prints, Tokens
+from kvstrata.blend.fingerprints import Fingerprints, Prints, Tokens
 from kvstrata.blend.print_table import Ids, PrintTable
 from kvstrata.blend.runs import Runs
-from kvstrata.blend.sources import Run, Source, agreement, as_runs
+from kvstrata.blend.search import Known, Search
+from kvstrata.blend.sources import Run, Source, as_runs
 from kvstrata.core.keys import KeyArray, as_key_array
 from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey
 
@@ -21,9 +21,6 @@ EXACT_GENERATION: Final = 0
 BLENDED_GENERATION: Final = 1
 
 _MAX_CAPACITY: Final = 1 << 31  # places in a source are 32 bits wide
-_FIRST_WINDOWS: Final = 4096  # looked up at once at first, in case that one run holds all
-_GROWTH: Final = 4  # so many times more each time after that
-_FALSE_HITS: Final = 1024  # after so many in one prompt somebody has made them
 _NONE: Final[Ids] = np.empty(0, np.int32)
 
 
@@ -34,12 +31,6 @@ class IndexStatistics(NamedTuple):
     tokens: int  # of all sources
     windows: int
     nbytes: int  # address space of tokens, keys and tables
-
-
-class _Target(NamedTuple):
-    domain: bytes
-    tokens: Tokens
-    last: int
 
 
 class SourceIndex:
@@ -184,57 +175,8 @@ class SourceIndex:
         self._blocks = PrintTable(self.capacity_tokens // self.tokens_per_block + 2 * most)
 
     def _walk(self, domain: bytes, tokens: Tokens, first: int, last: int) -> list[Run]:
-        target = _Target(domain, tokens, last)
-        seed = self._fingerprints.seed(domain)
-        runs: list[Run] = []
-        position = scanned = first
-        windows, false_hits = _FIRST_WINDOWS, 0
-        while last - scanned >= self.grid_tokens:
-            piece = tokens[scanned : min(last, scanned + windows + self.grid_tokens - 1)]
-            rows, entries = self._windows.find(self._fingerprints.rolling(piece, seed))
-            hits = (rows + scanned).tolist()
-            at = 0
-            while at < len(hits):
-                hit, run = hits[at], None
-                if runs:
-                    run = self._continued(target, position, hit, runs[-1])
-                if run is None:
-                    holder = self._windows.holder(entries.item(at))
-                    run = self._run(target, position, hit, *holder)
-                if run is not None:
-                    runs.append(run)
-                    position = run.start + run.length
-                    at = bisect_left(hits, position, at)
-                    continue
-                at += 1
-                false_hits += 1
-                if false_hits == _FALSE_HITS:
-                    return runs
-            scanned = max(scanned + windows, position)
-            windows = min(windows * _GROWTH, PIECE_WINDOWS)
-        return runs
-
-    def _continued(self, target: _Target, position: int, hit: int, before: Run) -> Run | None:
-        """The run around *hit* at the same distance to its source as the one *before*."""
-        tokens = before.source.tokens
-        offset = hit - before.start + before.offset
-        if offset >= len(tokens) or tokens.item(offset) != target.tokens.item(hit):
-            return None
-        return self._run(target, position, hit, before.number, offset)
-
-    def _run(
-        self, target: _Target, position: int, hit: int, number: int, offset: int
-    ) -> Run | None:
-        """The run around *hit*, from *position* on, if that source has the window at *offset*."""
-        source = self._sources[number]
-        after = min(target.last - hit, len(source.tokens) - offset)
-        if after < self.grid_tokens or source.domain != target.domain:
-            return None
-        reach = min(hit - position, offset), after
-        left, right = agreement(target.tokens, hit, source.tokens, offset, reach)
-        if right < self.grid_tokens:
-            return None
-        return Run(hit - left, left + right, source, offset - left, number)
+        known = Known(self._fingerprints, self._windows, self._sources)
+        return Search(known, domain, tokens, first, last).runs
 
     def _store(self, piece: Source, start: int, end: int) -> int:
         """Make a source of what *piece* has from offset *start* to *end*; its tokens, 0 if none."""

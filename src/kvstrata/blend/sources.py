@@ -11,8 +11,7 @@ from kvstrata.blend.runs import Runs
 from kvstrata.core.keys import KeyArray
 from kvstrata.core.types import BLOCK_KEY_BYTES
 
-_BEFORE: Final = 64  # tokens compared at first: few runs go on further to the left
-_AFTER: Final = 2048
+_AROUND: Final = 2048  # tokens compared at first, before and after
 _GROWTH: Final = 8  # so many times more each time after that
 
 
@@ -42,6 +41,21 @@ class Run(NamedTuple):
     def end(self) -> int:
         return self.start + self.length
 
+    def holds(self, position: int, number: int, offset: int) -> bool:
+        """Whether the token at *position* is that at *offset* of source *number*, in this run."""
+        return (
+            number == self.number
+            and position - self.start == offset - self.offset
+            and self.start <= position < self.start + self.length
+        )
+
+    def behind(self, position: int) -> "Run":
+        """What of it is not before *position*."""
+        less = position - self.start
+        if less <= 0:
+            return self
+        return Run(position, self.length - less, self.source, self.offset + less, self.number)
+
 
 def agreement(
     target: Tokens, at: int, source: Tokens, offset: int, reach: tuple[int, int]
@@ -50,7 +64,7 @@ def agreement(
 
     *reach* says how many there are to compare, before and from there on.
     """
-    before, after = min(reach[0], _BEFORE), min(reach[1], _AFTER)
+    before, after = min(reach[0], _AROUND), min(reach[1], _AROUND)
     around = target[at - before : at + after] != source[offset - before : offset + after]
     differs = around.tobytes()  # which is searched faster than an array
     end = differs.find(1, before)
@@ -67,7 +81,7 @@ def agreement(
 
 def _leading(left: Tokens, right: Tokens, known: int) -> int:
     """How many leading tokens of both are equal, *known* of them for sure."""
-    piece = _AFTER
+    piece = _AROUND
     while known < len(left):
         piece *= _GROWTH
         some = slice(known, known + piece)

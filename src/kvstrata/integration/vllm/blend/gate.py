@@ -8,13 +8,20 @@ A forward that is stopped at the last layer must have written the KV of every la
 computed anew.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
-from kvstrata.blend.position import GATE_LIMIT, PositionCorrector, gate_shifts, relative_difference
+from kvstrata.blend.position import (
+    GATE_LIMIT,
+    QUANTISED_GATE_LIMIT,
+    PositionCorrector,
+    gate_shifts,
+    mean_difference,
+    relative_difference,
+)
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
@@ -72,16 +79,18 @@ def check_model(
 
 
 def _compare(
-    layers: Iterable[str],
+    layers: dict[str, TokenPages],
     expected: Sequence[tuple[torch.Tensor, torch.Tensor]],
     found: Sequence[tuple[torch.Tensor, torch.Tensor]],
     when: str,
 ) -> None:
     """Keys and values of each of *layers*; raises ``ConfigError`` where they are others."""
-    for name, ours, theirs in zip(layers, expected, found, strict=True):
+    for (name, layer), ours, theirs in zip(layers.items(), expected, found, strict=True):
+        differs = mean_difference if layer.is_quantised else relative_difference
+        limit = QUANTISED_GATE_LIMIT if layer.is_quantised else GATE_LIMIT
         for what, one, other in zip(("keys", "values"), ours, theirs, strict=True):
-            difference = relative_difference(one, other)
-            if difference > GATE_LIMIT:
+            difference = differs(one, other)
+            if difference > limit:
                 raise ConfigError(
                     f"the {what} of layer {name} are not those of the model when {when}: they "
                     f"differ by {difference:.2g}",

@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.blend.elements import elements_of
 
 __all__ = ["PageMap", "TokenPages", "learn_page_map"]
 
-_DIGIT_BITS: Final = 7  # numbers up to 128 are exact in every floating type of 8 bits of precision
 _UNTOUCHED: Final = -1
 _SEED: Final = 0
 
@@ -40,14 +40,23 @@ class TokenPages:
     def __init__(self, attention: Any, pages: torch.Tensor, page_map: PageMap) -> None:
         """*pages*: uint8 (device blocks, page bytes), the memory of the layer's cache."""
         self._attention = attention
+        self._elements = elements_of(attention)
         self._pages = pages
         self.tokens, *rest = page_map.keys.shape
         self._shape = (-1, *rest)
         self._keys, self._values = page_map.keys.flatten(), page_map.values.flatten()
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the cache keeps less than what the model writes."""
+        return self._elements.is_quantised
+
     def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, (pages * tokens, heads, head size), of *pages*, uint8 (pages, page bytes)."""
-        return self._elements(pages, self._keys), self._elements(pages, self._values)
+        """K and V, (pages * tokens, heads, head size), of *pages*, uint8 (pages, page bytes).
+
+        Of the cache's dtype, or as float32 if that is quantised.
+        """
+        return self._keys_of(pages), self._values_of(pages)
 
     def read_blocks(self, device_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the engine's own *device_blocks*, (blocks * tokens, heads, head size)."""
@@ -55,18 +64,33 @@ class TokenPages:
 
     def read_keys(self, device_blocks: torch.Tensor) -> torch.Tensor:
         """``read_blocks`` of K alone."""
-        return self._elements(self._pages.index_select(0, device_blocks), self._keys)
+        return self._keys_of(self._pages.index_select(0, device_blocks))
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Both (tokens, heads, head size), of the cache's dtype; *slots* int64 (tokens,)."""
-        attention = self._attention
-        attention.impl.do_kv_cache_update(
-            attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots
-        )
+        """Both (tokens, heads, head size), of the dtype that is read; *slots* int64 (tokens,).
 
-    def _elements(self, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        elements = pages.view(self._attention.kv_cache.dtype)
-        return elements.index_select(1, places).view(self._shape)
+        A quantised cache keeps the nearest numbers that it can: those that were read, as they were.
+        """
+        _write(self._attention, keys, values, slots)
+
+    def _keys_of(self, pages: torch.Tensor) -> torch.Tensor:
+        kept = pages.view(self._elements.page_type).index_select(1, self._keys).view(self._shape)
+        return self._elements.read(kept, self._attention._k_scale_float)
+
+    def _values_of(self, pages: torch.Tensor) -> torch.Tensor:
+        kept = pages.view(self._elements.page_type).index_select(1, self._values).view(self._shape)
+        return self._elements.read(kept, self._attention._v_scale_float)
+
+
+def _write(attention: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    elements = elements_of(attention)
+    attention.impl.do_kv_cache_update(
+        attention,
+        elements.to_write(keys, attention._k_scale_float).contiguous(),
+        elements.to_write(values, attention._v_scale_float).contiguous(),
+        attention.kv_cache,
+        slots,
+    )
 
 
 def learn_page_map(
@@ -78,8 +102,8 @@ def learn_page_map(
         pages: uint8 (device blocks, page bytes), the memory of that cache.
 
     Raises:
-        ConfigError: The backend does more than move elements, as with quantised KV, or moves them
-            within its attention, before which nobody could stop.
+        ConfigError: The backend does more than move elements, and quantise them as is known, or
+            moves them within its attention, before which nobody could stop.
     """
     layer: Any = attention
     if layer.attn_backend.forward_includes_kv_cache_update:
@@ -87,32 +111,34 @@ def learn_page_map(
             f"{layer.attn_backend.__name__} writes KV as a part of its attention",
             hint="choose another --attention-backend, or set kv_connector to KVStrataConnector",
         )
-    cache = layer.kv_cache
+    kept = elements_of(layer)
     shape = (block_size, layer.num_kv_heads, layer.head_size)
     count = prod(shape)
-    page = pages[scratch_block].view(cache.dtype)
+    page = pages[scratch_block].view(kept.page_type)
     slots = scratch_block * block_size + torch.arange(block_size, device=page.device)
 
     def write(elements: torch.Tensor) -> None:
         keys, values = elements.to(page.dtype).view(2, *shape)
-        layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+        keys = kept.read(keys, layer._k_scale_float)
+        _write(layer, keys, kept.read(values, layer._v_scale_float), slots)
 
     numbers = torch.arange(2 * count, device=page.device)
     seen = torch.zeros(len(page), dtype=torch.int64, device=page.device)
-    for shift in range(0, (2 * count).bit_length(), _DIGIT_BITS):
+    for shift in range(0, (2 * count).bit_length(), kept.digit_bits):
         page.fill_(_UNTOUCHED)
-        write((numbers >> shift) % (1 << _DIGIT_BITS))
+        write((numbers >> shift) % (1 << kept.digit_bits))
         seen += page.long() << shift  # what is untouched becomes negative
     places = (seen >= 0).nonzero().flatten()
     where = torch.zeros(2 * count, dtype=torch.int64, device=page.device)
     where[seen[places].clamp(max=2 * count - 1)] = places
 
-    noise = torch.rand(2 * count, generator=torch.Generator().manual_seed(_SEED)).to(page)
+    noise = torch.rand(2 * count, generator=torch.Generator().manual_seed(_SEED))
+    noise = (noise * (1 << kept.digit_bits)).to(page)
     write(noise)
     if len(places) != 2 * count or not torch.equal(page[where], noise):
         raise ConfigError(
             f"{type(layer.impl).__name__} does not keep the KV of layer {layer.layer_name} "
             "element by element",
-            hint="blending needs an unquantised KV cache: set kv_cache_dtype to auto",
+            hint="set kv_cache_dtype to auto, or kv_connector to KVStrataConnector",
         )
     return PageMap(*where.view(2, *shape))

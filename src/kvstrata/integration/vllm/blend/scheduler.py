@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
@@ -18,6 +20,7 @@ from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.learning import Learning
 from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta, BlendRequestMeta
+from kvstrata.integration.vllm.blend.room import Room
 from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.taint import TaintChain
 from kvstrata.integration.vllm.blend.wishes import Wish, wish_of
@@ -28,6 +31,7 @@ from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.loads import STALE_SECONDS
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.integration.vllm.scheduler import SchedulerHalf, Tracked
+from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.observe import metrics
 from kvstrata.server import protocol as p
 
@@ -66,6 +70,7 @@ class _Running:
     task_ids: list[int]
     connection: int
     workers_left: int
+    blocks: list[KVCacheBlock]  # that it has beyond vLLM's until then
     failed: bool = False
 
 
@@ -114,6 +119,16 @@ class BlendScheduler(SchedulerHalf):
         self._planned: list[BlendRequestMeta] = []
         self._running: dict[int, _Running] = {}  # by the first of its tasks
 
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        super().bind_block_pool(pool)
+        self._room = Room(pool, self._math)
+
+    def _blocks_at_once(
+        self, config: Config, vllm_config: VllmConfig, identity: EngineIdentity
+    ) -> int:
+        """None: a request that is blended waits, for its exact prefix too."""
+        return 0
+
     def on_new_request(self, request: Request) -> None:
         """KV that another engine sends may be approximate: it says from which token on."""
         first = (request.kv_transfer_params or {}).get("taint_from")
@@ -133,6 +148,8 @@ class BlendScheduler(SchedulerHalf):
         if exact is None:
             return None, False
         tokens = self._match_runs(request, computed_tokens + exact)
+        if tokens and not self._has_room(request, computed_tokens):
+            tokens = 0
         self._candidates[request.request_id].offered_tokens = exact + tokens if tokens else 0
         if tokens == 0:
             return exact, is_async
@@ -154,6 +171,18 @@ class BlendScheduler(SchedulerHalf):
                 return None
             self._settle(request, candidate, lookup)
         return 0 if candidate.plan is None else candidate.plan.end - first_token
+
+    def _has_room(self, request: Request, computed_tokens: int) -> bool:
+        """Whether what *request*'s plan needs is reserved; if not, it is computed as ever."""
+        candidate = self._candidates[request.request_id]
+        assert candidate.plan is not None
+        if self._room.reserve(request, candidate.plan, computed_tokens):
+            return True
+        self._drop(request)
+        self._candidates[request.request_id] = _Candidate(
+            candidate.wish, candidate.first_token, "no_room"
+        )
+        return False
 
     def _candidate(self, request: Request, first_token: int) -> _Candidate:
         wish = wish_of(request, self._config)
@@ -179,6 +208,8 @@ class BlendScheduler(SchedulerHalf):
             return "switched_off"
         if first_token >= request.num_prompt_tokens - 1:
             return "no_run"
+        if self._economy.is_hopeless(request.num_prompt_tokens - first_token):
+            return "few_tokens"
         return None if self._link.ready else "no_server"
 
     def _settle(self, request: Request, candidate: _Candidate, lookup: RunLookup) -> None:
@@ -213,11 +244,14 @@ class BlendScheduler(SchedulerHalf):
             super().allocated(request, block_ids, external_tokens)
             return
         exact = external_tokens - (plan.end - plan.exact_end)
-        super().allocated(request, block_ids, exact)
+        (theirs,) = block_ids()
+        device_blocks, held = self._room.take(request.request_id, theirs)
+        super().allocated(request, lambda: (device_blocks,), exact)
         del self._candidates[request.request_id]
-        self._begin(request, candidate, plan, block_ids, awaits_load=exact > 0)
+        self._begin(request, candidate, plan, device_blocks, held, awaits_load=exact > 0)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
+        self._room.release()
         step = super().plan(output)
         requests, self._planned = self._planned, []
         if requests or self._running:
@@ -238,6 +272,7 @@ class BlendScheduler(SchedulerHalf):
             if running.workers_left > 0:
                 continue
             del self._running[name]
+            self._room.give_back(running.blocks)
             if running.connection == self._link.number:  # whatever failed, the blocks are good
                 self._link.submit(p.Complete(running.task_ids))
             if running.failed:
@@ -279,6 +314,10 @@ class BlendScheduler(SchedulerHalf):
     def not_loaded(self, device_blocks: set[int]) -> None:
         self._behind.clear()  # what stands on blocks that were not loaded is not told from the rest
         super().not_loaded(device_blocks)
+
+    @property
+    def holds_blocks(self) -> bool:
+        return super().holds_blocks or self._room.is_held
 
     @property
     def busy(self) -> bool:
@@ -350,7 +389,8 @@ class BlendScheduler(SchedulerHalf):
         request: Request,
         candidate: _Candidate,
         plan: BlendPlan,
-        block_ids: Callable[[], BlockIds],
+        device_blocks: list[int],
+        held: list[KVCacheBlock],
         *,
         awaits_load: bool,
     ) -> None:
@@ -359,7 +399,6 @@ class BlendScheduler(SchedulerHalf):
         assert lookup is not None
         lookup.abandon(but=found.task_ids)
         self._link.submit(p.Launch(found.task_ids))
-        (device_blocks,) = block_ids()
         clipped = plan.runs.start - found.start[plan.origin]
         self._planned.append(
             BlendRequestMeta(
@@ -377,7 +416,7 @@ class BlendScheduler(SchedulerHalf):
             )
         )
         self._running[found.task_ids[0]] = _Running(
-            request.request_id, found.task_ids, self._link.number, self._world_size
+            request.request_id, found.task_ids, self._link.number, self._world_size, held
         )
         self._results[request.request_id] = "blended"
         if self._config.blend_again:

@@ -14,6 +14,7 @@ from kvstrata.blend.selection import Recompute, ScoreAttention, ScoreDeviation, 
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
 from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.reach import Reach
 
 __all__ = ["Prompt", "StepRunner"]
 
@@ -98,20 +99,34 @@ class StepRunner:
             theirs = query.split([len(each) for each in positions])
             for i, prompt in enumerate(prompts):
                 rows = torch.searchsorted(positions[i], probes[i])
-                most = self._most_attention(number, theirs[i][rows], probes[i], prompt)
-                scores[i][: len(most)] = torch.maximum(scores[i][: len(most)], most)
+                first, most = self._most_attention(number, theirs[i][rows], probes[i], prompt)
+                reached = scores[i][first : first + len(most)]
+                torch.maximum(reached, most, out=reached)
         return [self._over_ranks(each, torch.distributed.ReduceOp.MAX) for each in scores]
 
     def _most_attention(
         self, number: int, query: torch.Tensor, probes: torch.Tensor, prompt: Prompt
-    ) -> torch.Tensor:
-        """What each token up to the last probe gets at most of one probe, in one head."""
+    ) -> tuple[int, torch.Tensor]:
+        """What each token gets at most of one probe, in one head.
+
+        From the first token on that is returned, which is before all that the probes reach, up to
+        the last probe.
+        """
         if not len(probes):
-            return torch.empty(0)
-        layer = self._attention[number]
-        keys = self._layers[number].read_keys(prompt.device_blocks)
-        query = query.view(len(query), -1, layer.head_size)
-        return most_attention(query, keys[: int(probes[-1]) + 1], probes, layer.impl.scale).cpu()
+            return 0, torch.empty(0)
+        layer, pages = self._attention[number], self._layers[number]
+        reach = Reach(layer.sliding_window)
+        first = reach.first_needed(int(probes[0])) // pages.tokens
+        keys = pages.read_keys(prompt.device_blocks[first:])
+        first *= pages.tokens
+        most = most_attention(
+            query.view(len(query), -1, layer.head_size),
+            keys[: int(probes[-1]) + 1 - first],
+            probes - first,
+            layer.impl.scale,
+            reach.window,
+        )
+        return first, most.cpu()
 
     def _deviations(
         self, prompts: Sequence[Prompt], positions: Sequence[torch.Tensor], layer: int

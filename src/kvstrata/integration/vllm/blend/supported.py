@@ -3,10 +3,16 @@
 from collections.abc import Iterator
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.blend.elements import FLOAT8
 
 __all__ = ["refuse_engine"]
 
@@ -36,15 +42,21 @@ def _of_engine(config: Config, vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _of_cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    if vllm_config.cache_config.cache_dtype != "auto":
-        yield f"the KV cache is quantised ({vllm_config.cache_config.cache_dtype})"
+    if (kept := vllm_config.cache_config.cache_dtype) not in ("auto", *FLOAT8):
+        yield f"kv_cache_dtype is {kept}, and must be auto or one of {', '.join(FLOAT8)}"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1:
-        yield f"the model has {len(specs)} KV cache groups"
+        yield (
+            f"the model has {len(specs)} KV cache groups (layers with a sliding window and others "
+            "share one with --disable-hybrid-kv-cache-manager)"
+        )
     for spec in specs:
         if isinstance(spec, MLAAttentionSpec):
-            yield "the model's attention is MLA"
-        elif not isinstance(spec, FullAttentionSpec):
-            yield f"{type(spec).__name__} is not full attention"
-        elif spec.sliding_window is not None or spec.attention_chunk_size is not None:
-            yield "the model's attention does not reach all tokens in every layer"
+            yield (
+                "the model's attention is MLA: without AMX vLLM's CPU build looks at the tokens of "
+                "one step alone there, and with AMX blending has not been run"
+            )
+        elif not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+            yield f"{type(spec).__name__} is neither full attention nor a sliding window"
+        elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
+            yield "the model's attention reaches back to the beginning of a chunk in some layers"

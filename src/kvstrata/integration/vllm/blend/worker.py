@@ -25,6 +25,7 @@ from kvstrata.blend.selection import (
     same_kind,
     split,
 )
+from kvstrata.core.errors import InvariantViolated
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
 from kvstrata.integration.vllm.blend.nested import slots_of
 from kvstrata.integration.vllm.blend.pages import TokenPages
@@ -180,6 +181,10 @@ class BlendWorker:
     def _write(self, request: BlendRequestMeta, prompt: Prompt, mapping: HostMapping) -> None:
         start, length, delta, _ = request.plan.runs
         targets = request.plan.runs.tokens()
+        if (
+            request.device_blocks[request.plan.exact_end // self._layers[0].tokens :] == NULL_BLOCK
+        ).any():
+            raise InvariantViolated("a token to be blended has no place in the cache")
         sources = targets - np.repeat(delta, length)
         rows = torch.from_numpy(targets - np.repeat(start - request.first_row, length))
         block_size = self._layers[0].tokens
