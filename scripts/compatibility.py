@@ -36,10 +36,30 @@ COLUMNS: Final = {
         "--deselect",
         "tests/vllm/test_compat.py::test_list_has_all_that_the_package_uses_of_vllm_and_nothing_else",
     ),
-    "scheduler": ("tests/vllm/test_scheduler_saves.py", "tests/vllm/test_scheduler_loads.py"),
+    "scheduler": (
+        "tests/vllm/test_scheduler_saves.py",
+        "tests/vllm/test_scheduler_loads.py",
+        "tests/vllm/test_scheduler_failures.py",
+        "tests/vllm/test_at_once.py",
+        "tests/vllm/test_layerwise.py",
+        "tests/vllm/test_siblings.py",
+    ),
     "worker": ("tests/vllm/test_worker_half.py", "tests/vllm/test_geometry.py"),
-    "differential": ("tests/vllm/test_differential.py",),
+    "differential": ("tests/vllm/test_differential.py", "tests/vllm/test_failed_loads.py"),
     "restart": ("tests/vllm/test_restart.py",),
+    "blend": (
+        "tests/vllm/test_blend_scheduler.py",
+        "tests/vllm/test_blend_worker.py",
+        "tests/vllm/test_blend_ropes.py",
+        "tests/vllm/test_blend_pages.py",
+        "tests/vllm/test_blend_requests.py",
+        "tests/vllm/test_blend_ground.py",
+        "tests/vllm/test_blend_engine.py",
+        "tests/vllm/test_blend_answers.py",
+        # Older versions do not ask which tier a hit came from.
+        "--deselect",
+        "tests/vllm/test_blend_engine.py::test_blended_tokens_are_counted_as_of_the_host_tier",
+    ),
 }
 _REFUSAL: Final = """
 import sys

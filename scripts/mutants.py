@@ -23,6 +23,8 @@ TESTS = (
     "tests/vllm/test_scheduler_loads.py",
     "tests/vllm/test_scheduler_ends.py",
     "tests/vllm/test_layerwise.py",
+    "tests/vllm/test_at_once.py",
+    "tests/vllm/test_siblings.py",
     "tests/vllm/test_schedulers_machine.py",
 )
 TIMEOUT_SECONDS = 600
@@ -60,6 +62,18 @@ MUTANTS = (
         "scheduler.py",
         "self._saves_wanted and not loading:",
         "self._saves_wanted:",
+    ),
+    Mutant(
+        "frontier: what another connector has yet to load counts as computed",
+        "scheduler.py",
+        " or request.request_id in self._parked\n",
+        "\n",
+    ),
+    Mutant(
+        "frontier: what stands on another connector's failed load is saved",
+        "scheduler.py",
+        "            self._saves.reset()\n            for each",
+        "            for each",
     ),
     Mutant(
         "frontier: who is let in is not looked at",
@@ -146,26 +160,46 @@ MUTANTS = (
     Mutant(
         "layerwise: who shares a failed load goes on from it",
         "layerwise.py",
-        "request.num_computed_tokens = min(request.num_computed_tokens, first * device_tokens)",
-        "pass",
+        "            request.num_computed_tokens = min(\n"
+        "                request.num_computed_tokens, first_block * device_tokens\n"
+        "            )\n",
+        "            pass\n",
     ),
     Mutant(
         "layerwise: vLLM gives a failed load to others",
         "scheduler.py",
-        "            self._pool.evict_blocks({block.block_id for block in self._pool.blocks})\n",
+        "        self._pool.evict_blocks({block.block_id for block in self._pool.blocks})\n",
         "",
     ),
     Mutant(
         "layerwise: what stands on a failed load is saved",
         "scheduler.py",
-        "            self._saves.withdraw_offers()\n",
+        "        self._saves.withdraw_offers()\n",
         "",
     ),
     Mutant(
         "layerwise: a load writes the device block that is computed",
         "loads.py",
-        "runs_at_once=self.layerwise",
-        "runs_at_once=False",
+        "runs_at_once=True)",
+        "runs_at_once=False)",
+    ),
+    Mutant(
+        "at once: a request waits on top of what may fail",
+        "loads.py",
+        "if computed and self._at_once.has_begun:",
+        "if False:",
+    ),
+    Mutant(
+        "at once: a step loads without an end",
+        "loads.py",
+        "            self._at_once.take(len(load.slots))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "at once: a failed load is told of as if its request waited",
+        "worker.py",
+        "        if task.at_once:  # vLLM",
+        "        if False:  # vLLM",
     ),
 )
 

@@ -86,7 +86,7 @@ def _reported(done: ModelRunnerOutput, plan: StepPlan) -> ModelRunnerOutput:
     theirs = done.kv_connector_output or KVConnectorOutput()
     done.kv_connector_output = copy.copy(theirs)
     done.kv_connector_output.finished_recving = set(theirs.finished_recving or ()) | {
-        load.request_id for load in plan.loads
+        load.request_id for load in plan.loads if not load.at_once
     }
     done.kv_connector_output.kv_connector_worker_meta = WorkerReport(
         saved={save.task_id: 1 for save in plan.saves},

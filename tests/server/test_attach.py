@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,12 @@ from kvstrata.storage.mapping import HostMapping
 
 class Worker:
     def __init__(
-        self, path: Path, *, patience_seconds: float = 60.0, prefault: bool = True
+        self,
+        path: Path,
+        *,
+        patience_seconds: float = 60.0,
+        prefault: bool = True,
+        pin: Callable[[HostMapping, Callable[[], bool]], bool] | None = None,
     ) -> None:
         self.mappings: list[HostMapping] = []
         self.current: HostMapping | None = None
@@ -29,6 +34,7 @@ class Worker:
             self._take,
             patience_seconds=patience_seconds,
             prefault=prefault,
+            pin=pin,
         )
 
     def _take(self, mapping: HostMapping | None) -> None:
@@ -112,6 +118,31 @@ def test_memory_of_a_server_that_is_gone_is_not_kept_until_the_next_one(path: Pa
         with serving(config(4), path):
             eventually(lambda: worker.current is not None, "no mapping arrives")
             assert worker.current is worker.mappings[1]
+
+
+def test_memory_that_is_not_to_be_pinned_yet_is_pinned_later(path: Path) -> None:
+    asked: list[bytes] = []
+
+    def pin(mapping: HostMapping, is_over: Callable[[], bool]) -> bool:
+        assert not is_over()
+        asked.append(mapping.server_id)
+        return len(asked) == 3
+
+    with contextlib.closing(Worker(path, pin=pin)) as worker, serving(config(4), path) as server:
+        eventually(lambda: len(asked) == 3, "it is not tried again")
+        assert server.manager is not None
+        assert {*asked} == {server.manager.server_id}
+        assert len(worker.mappings) == 1
+
+
+def test_a_server_that_goes_before_its_memory_is_pinned_is_noticed(path: Path) -> None:
+    """An engine that nobody asks anything takes no step, for as long as that is."""
+    with contextlib.closing(Worker(path, pin=lambda mapping, is_over: False)) as worker:
+        with serving(config(4), path):
+            eventually(lambda: worker.current is not None, "no mapping arrives")
+        eventually(lambda: worker.current is None, "old memory is kept")
+        with serving(config(4), path):
+            eventually(lambda: worker.current is not None, "no mapping arrives")
 
 
 class LyingServer:

@@ -139,6 +139,27 @@ def test_frames_cut_anywhere_are_put_together(fake: FakeServer) -> None:
 # -- giving up -----------------------------------------------------------------------------------
 
 
+def test_what_is_told_leaves_before_the_next_request(fake: FakeServer) -> None:
+    fake.client.tell(p.Complete([3]))
+    fake.client.tell(p.Fail([4]))
+    assert fake.hears_nothing_more()
+    fake.client.submit(p.Ping(0))
+    assert [type(fake.read()) for _ in range(3)] == [p.Complete, p.Fail, p.Ping]
+
+
+def test_what_is_told_leaves_with_the_next_look_at_the_line(fake: FakeServer) -> None:
+    fake.client.tell(p.Complete([3]))
+    assert fake.client.expects_more
+    assert not fake.client.poll()
+    assert fake.read() == p.Complete([3])
+
+
+def test_what_is_told_leaves_before_the_client_hangs_up(fake: FakeServer) -> None:
+    fake.client.tell(p.Complete([3]))
+    fake.client.close()
+    assert fake.read() == p.Complete([3])
+
+
 def test_abandoned_before_the_answer_cancels_the_task_when_it_comes(fake: FakeServer) -> None:
     pending = get(fake)
     fake.client.abandon(pending)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.caches import ALICE, BLOCK_BYTES, PATIENCE_SECONDS, config, keys
+from tests.ports import free_port
 from tests.server.harness import engine, serving, worker
 
 from kvstrata.core.errors import ConfigError
@@ -19,8 +20,7 @@ from kvstrata.server.server import Server
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"127.0.0.1:{found.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

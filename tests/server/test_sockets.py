@@ -1,5 +1,6 @@
 """Who may use the sockets, and what becomes of the sockets of the dead."""
 
+import fcntl
 import os
 import socket
 import stat
@@ -184,3 +185,32 @@ def test_dead_sockets_are_swept_and_live_ones_and_strangers_stay(temp: Path) -> 
     with sockets.listen(folder / "live.sock"):
         sockets.remove_dead_sockets()
         assert sorted(p.name for p in folder.iterdir()) == ["file.sock", "live.sock", "other"]
+
+
+def test_socket_that_is_bound_and_does_not_listen_yet_is_not_swept(
+    temp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SweptMeanwhile(socket.socket):
+        def listen(self, *backlog: int) -> None:
+            sockets.remove_dead_sockets()  # as another server does that starts now
+            super().listen(*backlog)
+
+    path = sockets.embedded_socket("new")
+    dead_socket(path)
+    monkeypatch.setattr(socket, "socket", SweptMeanwhile)
+    with sockets.listen(path):
+        sockets.connect(path).close()
+
+
+def test_directory_in_which_somebody_hangs_is_named_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_LOCK_SECONDS", 0.1)
+    hung = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(hung, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ConfigError, match="another process makes sockets in"):
+            sockets.listen(tmp_path / "s")
+    finally:
+        os.close(hung)
+    sockets.listen(tmp_path / "s").close()

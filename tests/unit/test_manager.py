@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -792,6 +793,28 @@ def test_failing_disk_costs_hits_and_later_all_is_written(
     assert not manager.stats().tiers[1].switched_off
     assert on_disk(manager) == 6
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+
+
+def test_what_is_on_its_way_down_has_yet_to_be_written(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 4, tmp_path)
+    writing, go, real = threading.Event(), threading.Event(), DiskStore.write
+
+    def held(*args: Any) -> Any:
+        writing.set()
+        assert go.wait(PATIENCE_SECONDS)
+        return real(*args)
+
+    monkeypatch.setattr(DiskStore, "write", held)
+    save(manager, ALICE, keys(1, 2))
+    assert writing.wait(PATIENCE_SECONDS)
+    report = manager.stats()
+    assert (report.tiers[1].waiting_blocks, report.is_at_rest) == (2, False)
+    go.set()
+    drained(manager)
+    report = manager.stats()
+    assert (report.tiers[1].waiting_blocks, report.is_at_rest) == (0, True)
 
 
 FAST_BREAKER = {**(wrap.BreakerStore.__init__.__kwdefaults__ or {}), "retry_seconds": 0.02}

@@ -4,15 +4,23 @@ import doctest
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 import kvstrata
 
 WITHOUT_ENGINE = ["core", "index", "manager", "observe", "replay", "server", "storage"]
+
+SAY_CUDA = {
+    "core/spellings_of_flexkv.py",  # of its settings
+    "bench/contenders.py",  # vLLM's own worker needs it
+    "bench/native_tiering.py",  # the same
+}
 
 
 def modules_of(layer: str) -> list[str]:
@@ -59,3 +67,14 @@ def test_examples_in_docstrings_are_true(layer: str) -> None:
 
 def test_the_package_tells_type_checkers_that_it_is_typed() -> None:
     assert (files(kvstrata) / "py.typed").is_file()
+
+
+def test_what_is_of_cuda_is_in_files_of_that_name() -> None:
+    """CUDA graphs are vLLM's, and it calls those of any GPU so."""
+    root = Path(str(files(kvstrata)))
+    named = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if re.search(r"cuda(?!\s*graph)", path.read_text(), re.IGNORECASE)
+    }
+    assert {name for name in named if not name.startswith("transfer/cuda_")} == SAY_CUDA

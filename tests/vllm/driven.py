@@ -91,6 +91,7 @@ class Engine:
             "socket": str(socket),
             "tokens_per_block": TOKENS,
             "weights_fingerprint": "none",
+            "load_mode": "blockwise",
             "lookup_timeout_seconds": PATIENCE_SECONDS,
             "lookup_wait_seconds": 1.0,
             "load_timeout_seconds": PATIENCE_SECONDS,
@@ -261,6 +262,8 @@ class Engine:
         assert self.scheduler.reset_prefix_cache()
 
     def is_at_rest(self) -> bool:
+        """What the last step has left to be told leaves with the next tick."""
+        self.half._link.tick()
         return self.pool.get_num_free_blocks() == self.all_free and not self.half.busy
 
     def leftovers(self) -> dict[str, Any]:

@@ -296,14 +296,19 @@ def embedded_report(engine_id: str) -> CacheReport:
     return report_of(embedded_socket(engine_id))
 
 
-def wait_for_disk(engine_id: str) -> None:
-    """Until every block of the embedded server of *engine_id* is on disk."""
+def wait_until_written(socket: Path) -> None:
+    """Until the server at *socket* saves nothing, and nothing waits to be written to a tier below."""
 
-    def settled() -> bool:
-        report = embedded_report(engine_id)
+    def is_written() -> bool:
+        report = report_of(socket)
         return not report.running_puts and not any(t.waiting_blocks for t in report.tiers)
 
-    wait_until(settled, "blocks do not reach the disk")
+    wait_until(is_written, "blocks are not written to the tiers below")
+
+
+def wait_for_disk(engine_id: str) -> None:
+    """Until every block of the embedded server of *engine_id* is on disk."""
+    wait_until_written(embedded_socket(engine_id))
 
 
 def wait_until(condition: Callable[[], bool], otherwise: str, *, seconds: float = 60.0) -> None:

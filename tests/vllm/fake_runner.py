@@ -217,6 +217,15 @@ class FakeRunner:
         request.computed = min(len(forward.chain), known + max(0, len(forward.sampled) - 1))
         return forward.sampled
 
+    def fill(self, blocks: list[int], tokens: list[int]) -> None:
+        """Write what the KV of *tokens* is into *blocks* of the first group, as a load would."""
+        chain, size = digests(tokens), self.groups[0].block_size
+        for layer, page in enumerate(self.pages[0]):
+            for position in range(len(tokens)):
+                block, slot = divmod(position, size)
+                at = page[blocks[block], slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+                at[:] = row(chain[position], layer)
+
     def soil(self) -> None:
         """Leave nothing of what was computed in any page."""
         for pages in self.pages:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from tests.vllm.engine import Answer, Ask, Engine
+from tests.vllm.engine import BLOCK_SIZE, Answer, Ask, Engine
 
 VOCABULARY = 1024
 
@@ -67,6 +67,11 @@ class ReuseModel:
         while end + step <= len(prompt) and tuple(prompt[: end + step]) in self._blocks:
             end += step
         return end
+
+
+def loaded_at_once(prompt_tokens: int, reusable_tokens: int) -> int:
+    """What is loaded of them in the step that runs the prompt, and computes its last token."""
+    return min(reusable_tokens, (prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)
 
 
 def random_prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:

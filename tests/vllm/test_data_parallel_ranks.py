@@ -1,12 +1,12 @@
 """The place of a worker in an engine that vLLM joins with others, as it does for MoE models."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.vllm.plans import full, group, model_folder, plan, vllm_config
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
@@ -45,9 +45,7 @@ def worker_of(folder: Path, engine: int, port: int) -> None:
 
 def test_workers_are_counted_within_their_engine(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     programs = [
         "from pathlib import Path; from tests.vllm.test_data_parallel_ranks import worker_of; "
         f"worker_of(Path({str(folder)!r}), {engine}, {port})"

@@ -15,7 +15,13 @@ from tests.vllm.engine import (
     embedded_report,
     wait_for_disk,
 )
-from tests.vllm.oracle import Oracle, ReuseModel, random_prompt, random_prompts
+from tests.vllm.oracle import (
+    Oracle,
+    ReuseModel,
+    loaded_at_once,
+    random_prompt,
+    random_prompts,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -26,10 +32,13 @@ NEW_TOKENS = 40  # at most; a running request grows by two device blocks
 class Subject:
     """vLLM with KVStrata, and the block size that it was given."""
 
-    def __init__(self, engine: Engine, name: str, tokens_per_block: int, *, disk: bool) -> None:
+    def __init__(
+        self, engine: Engine, name: str, tokens_per_block: int, *, disk: bool, at_once: bool
+    ) -> None:
         self.engine = engine
         self.name = name
         self.tokens_per_block = tokens_per_block
+        self.at_once = at_once  # requests run in the step that loads them
         self._disk = disk
 
     def settle(self) -> None:
@@ -45,13 +54,17 @@ class Subject:
 
 @pytest.fixture(
     scope="module",
-    params=[(1, "host:256MiB"), (4, "host:16MiB | disk:{}:1GiB")],
-    ids=["1x-host", "4x-disk"],
+    params=[
+        (1, "host:256MiB", "auto"),
+        (4, "host:16MiB | disk:{}:1GiB", "auto"),
+        (4, "host:16MiB | disk:{}:1GiB", "blockwise"),
+    ],
+    ids=["1x-host", "4x-disk", "4x-disk-blockwise"],
 )
 def subject(
     request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    times, tiers = request.param
+    times, tiers, load_mode = request.param
     folder = tmp_path_factory.mktemp("differential")
     name = f"{folder.name}-{times}-{random.randrange(1 << 30)}"
     transfer = {
@@ -60,6 +73,7 @@ def subject(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "tiers": tiers.format(folder / "disk"),
+            "load_mode": load_mode,
             "recompute": "never",  # what is reused is to depend on the blocks alone
             "tokens_per_block": times * BLOCK_SIZE,
             # The server shares two cores with everybody: slow must not be a miss here.
@@ -69,7 +83,8 @@ def subject(
         },
     }
     with Engine(tiny_llama, folder / "vllm.log", transfer, is_split=times == 1) as engine:
-        yield Subject(engine, name, times * BLOCK_SIZE, disk="disk" in tiers)
+        tokens, at_once = times * BLOCK_SIZE, load_mode == "auto"
+        yield Subject(engine, name, tokens, disk="disk" in tiers, at_once=at_once)
 
 
 def test_one_by_one_every_request_reuses_exactly_what_the_model_says(
@@ -86,6 +101,8 @@ def test_one_by_one_every_request_reuses_exactly_what_the_model_says(
     for ask in asks:
         subject.settle()
         expected = model.reusable(ask.prompt)
+        if subject.at_once:
+            expected = loaded_at_once(len(ask.prompt), expected)
         answers = subject.engine.run([ask])
         oracle.check([ask], answers)
         assert answers[ask.id].cached_tokens == expected, f"{ask.id}: {len(ask.prompt)} tokens"

@@ -11,10 +11,13 @@ from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import LAYERS, continuation
 from tests.vllm.faults import Copies
 from tests.vllm.plans import chunked, copiers, full, group, sliding
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.request import RequestStatus
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.connector import KVStrataConnector
+from kvstrata.integration.vllm.layerwise import obstacle_to_taking_back
 
 
 def layerwise(bench: Bench, **settings: Any) -> Engine:
@@ -260,6 +263,29 @@ def test_where_a_failed_load_cannot_be_taken_back_it_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         layerwise(bench, **settings)
+
+
+def test_beside_another_connector_it_is_refused(bench: Bench) -> None:
+    """It may have a request wait on top of what this step loads, which vLLM would not take back."""
+
+    class Making(MultiConnector):
+        def __init__(self) -> None:
+            layerwise(bench)
+
+    with pytest.raises(ConfigError, match="other connectors beside this one"):
+        Making()
+
+
+def test_a_model_runner_that_takes_nothing_back_is_an_obstacle(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bench.engine()
+    asked = engine.scheduler.vllm_config, engine.runner.half.geometry
+    assert obstacle_to_taking_back(*asked) is None
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    obstacle = obstacle_to_taking_back(*asked)
+    assert obstacle is not None
+    assert obstacle.hint.startswith("set VLLM_USE_V2_MODEL_RUNNER=0")
 
 
 def test_graphs_are_piecewise_in_this_mode_alone() -> None:

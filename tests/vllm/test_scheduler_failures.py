@@ -109,7 +109,7 @@ def test_failed_saves_are_not_found_and_made_again(
 def test_of_a_save_that_failed_half_way_the_first_half_is_kept(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvstrata.integration.vllm.pieces._SAVE_PIECE_BYTES", 1)
     engine = bench.engine()
     copier: Any = copiers(engine.runner.half)[0]
     real, copied = copier.copy_to_host, list[Any]()

@@ -38,10 +38,13 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.request import RequestStatus
 
+from kvstrata.integration.vllm.at_once import AtOnce
+
 STEMS = [prompt(i, 64) for i in range(3)]
 REPETITION = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
 EMBEDDINGS = 10_000  # more than all images together need
 LATE_SECONDS = 0.1  # of lookups and saves
+BLOCKS_AT_ONCE = 8  # of a step: some requests run in the step that loads them, others wait
 
 prompts = st.builds(
     lambda stem, shared, seed, own: (STEMS[stem][:shared] + prompt(seed, own)) or STEMS[stem][:1],
@@ -151,6 +154,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.stack.callback(self.engine.close)
         self.engine.runner.half._clock = self.clock
+        if self.load_mode == "auto":
+            self.engine.half._loads._at_once = AtOnce(BLOCKS_AT_ONCE)
         allow_images(self.engine)
         self.copies, self.again = Copies(self.engine), Again(self.engine.connector)
 
@@ -209,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def hold(self, what: str, asked: list[Arrival], steps: int) -> None:
         # Layerwise a step ends with its loads, so there is nobody to let held copies go.
-        can_hold_copies = self.load_mode == "blockwise"
+        can_hold_copies = self.load_mode != "layerwise"
         held = self.copies if what.endswith("copies") and can_hold_copies else self.stall
         held.hold()
         self.arrive(asked, steps)
@@ -318,8 +323,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("asynchronous", "drafts", "load_mode"),
     [(*mode, "blockwise") for mode in MODES.values()]
-    + [(False, drafts, "layerwise") for drafts in (0, 3)],
-    ids=[*MODES, "sync-layerwise", "sync-drafts-layerwise"],
+    + [(False, drafts, mode) for mode in ("layerwise", "auto") for drafts in (0, 3)],
+    ids=[
+        *MODES,
+        *("sync-layerwise", "sync-drafts-layerwise"),
+        *("sync-at-once", "sync-drafts-at-once"),
+    ],
 )
 def test_any_traffic_and_any_fault(asynchronous: bool, drafts: int, load_mode: str) -> None:
     class Machine(SchedulerMachine):

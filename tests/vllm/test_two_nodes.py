@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.remote.networks import Network
 from tests.remote.nodes import cache_server, valkey
-from tests.vllm.engine import Answer, Ask, Engine, report_of, wait_until
-from tests.vllm.oracle import Oracle, random_prompt
+from tests.vllm.engine import Answer, Ask, Engine, report_of, wait_until, wait_until_written
+from tests.vllm.oracle import Oracle, loaded_at_once, random_prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -38,13 +39,8 @@ class Nodes:
 
         vLLM's own cache can be reset once no save holds a block.
         """
-
-        def is_written() -> bool:
-            report = report_of(self.prefill_socket)
-            return not report.running_puts and not any(t.waiting_blocks for t in report.tiers)
-
         self.prefill.reset_prefix_cache()
-        wait_until(is_written, "blocks do not reach the engine that nodes share")
+        wait_until_written(self.prefill_socket)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +48,8 @@ def nodes(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("nodes")
     with ExitStack() as stack:
         network = stack.enter_context(Network("prefill", "decode"))
-        tier = stack.enter_context(valkey(network, folder)) + "?missing_seconds=0.05"
+        tier = stack.enter_context(valkey(network, folder))
+        tier += "?missing_seconds=0.05&timeout_seconds=5"
         sockets = {
             name: stack.enter_context(
                 cache_server(network, name, tier, folder / f"{name}.log", "--host-size", "64MiB")
@@ -85,7 +82,15 @@ def nodes(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         engines: list[Engine] = []
         cores = sorted(os.sched_getaffinity(0))
         prefill, decode = engine("prefill", "kv_producer"), engine("decode", "kv_consumer")
+        for name, one in (("prefill", prefill), ("decode", decode)):
+            one.wait_ready()
+            wait_until(partial(_has_worker, sockets[name]), f"{name} has no worker")
         yield Nodes(network, prefill, decode, sockets["prefill"], sockets["decode"])
+
+
+def _has_worker(socket: Path) -> bool:
+    """Nothing is saved or loaded before."""
+    return [each["workers"] for each in report_of(socket).engines] == [[0]]
 
 
 def _ask(engine: Engine, oracle: Oracle, ask: Ask) -> Answer:
@@ -98,14 +103,14 @@ def _ask(engine: Engine, oracle: Oracle, ask: Ask) -> Answer:
 def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(nodes: Nodes, oracle: Oracle) -> None:
     rng = random.Random(1)
     name = "kvstrata_promoted_blocks_total{tier=remote}"
-    nodes.decode.wait_ready()  # the first engine makes the server open its tiers
     before = report_of(nodes.decode_socket).counters[name]
     for tokens in (64, 300, 1400):
         prompt = random_prompt(rng, tokens)
         _ask(nodes.prefill, oracle, Ask(f"made-{tokens}", prompt, 1))
         nodes.settle()
         answer = _ask(nodes.decode, oracle, Ask(f"used-{tokens}", prompt, 6))
-        assert answer.cached_tokens == tokens // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+        blocks = tokens // TOKENS_PER_BLOCK
+        assert answer.cached_tokens == loaded_at_once(tokens, blocks * TOKENS_PER_BLOCK)
     assert report_of(nodes.decode_socket).counters[name] - before == 1 + 4 + 21
 
 

@@ -398,7 +398,7 @@ def test_load_that_never_began_is_failed_at_its_deadline(bench: Bench, rank: Ran
 def test_load_overtakes_the_pieces_of_a_large_save(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvstrata.integration.vllm.pieces._SAVE_PIECE_BYTES", 1)
     gate = rank.gate()
     large = save(1, device_blocks=list(range(1, 10)), slots=[0, 1, 2], generations=[10, 11, 12])
     rank.half.start_save(StepPlan(SERVER, saves=[large]))
@@ -418,7 +418,7 @@ def test_load_overtakes_the_pieces_of_a_large_save(
 def test_save_of_pieces_is_over_only_when_the_last_one_is(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvstrata.integration.vllm.pieces._SAVE_PIECE_BYTES", 1)
     gate = rank.gate()
     gate.hold_from = 2
     large = save(1, device_blocks=list(range(1, 10)), slots=[0, 1, 2], generations=[10, 11, 12])
@@ -431,7 +431,7 @@ def test_save_of_pieces_is_over_only_when_the_last_one_is(
 
 
 def test_failed_piece_spares_the_ones_after_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvstrata.integration.vllm.pieces._SAVE_PIECE_BYTES", 1)
     gate = rank.gate()
     large = save(
         1, device_blocks=list(range(1, 13)), slots=[0, 1, 2, 3], generations=[9, 11, 12, 13]
@@ -447,7 +447,7 @@ def test_failed_piece_spares_the_ones_after_it(rank: Rank, monkeypatch: pytest.M
 def test_pieces_before_the_one_that_failed_are_reported_as_copied(
     bench: Bench, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvstrata.integration.vllm.pieces._SAVE_PIECE_BYTES", 1)
     rank.fill(1)
     large = save(
         1, device_blocks=list(range(1, 13)), slots=[0, 1, 2, 3], generations=[10, 11, 9, 13]
@@ -461,7 +461,7 @@ def test_pieces_before_the_one_that_failed_are_reported_as_copied(
 def test_pieces_for_which_there_is_room_are_copied_and_reported(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.integration.vllm.worker._SAVE_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvstrata.integration.vllm.pieces._SAVE_PIECE_BYTES", 1)
     half: Any = rank.half
     half._lanes._limit = 3
     gate = rank.gate()

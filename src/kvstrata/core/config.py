@@ -166,14 +166,20 @@ class Config(BlendFields):
         ),
         examples=["my_hooks:OutputNorms"],
     )
-    load_mode: Literal["blockwise", "layerwise"] = Field(
-        default="blockwise",
+    load_mode: Literal["auto", "blockwise", "layerwise"] = Field(
+        default="auto",
         description=(
-            "`blockwise`: a request waits for its blocks while others are computed, then runs. "
-            "`layerwise`: it runs at once, and each layer of a forward waits for its own share of "
-            "the blocks, as does every other request of that step. Needs `--no-async-scheduling`, "
-            "one pipeline stage and a model with full attention alone; CUDA graphs become "
-            "piecewise. A load that fails empties vLLM's prefix cache."
+            "When a request runs whose blocks are to be loaded. `auto` is right for most. "
+            "`blockwise`: once they are loaded; others are computed meanwhile. "
+            "`layerwise`: at once; each layer of a forward waits for its own share of the blocks, as "
+            "does every other request of that step. Needs synchronous scheduling "
+            "(`--no-async-scheduling`; vLLM on a CPU has no other), vLLM's first model runner "
+            "(`VLLM_USE_V2_MODEL_RUNNER=0`), one pipeline stage, a model with full attention alone, and "
+            "no other connector beside KVStrata; CUDA graphs become piecewise. A load that fails "
+            "empties vLLM's prefix cache. "
+            "`auto`: on a GPU the same as `blockwise`. Where vLLM computes on a CPU, under the "
+            "conditions of `layerwise`, up to 32 MiB a step are copied before its forward, which runs "
+            "their requests; all else is `blockwise`."
         ),
         examples=["layerwise"],
     )

@@ -46,7 +46,10 @@ class HostTier(BaseModel):
     )
     numa_node: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] | None = Field(
         default=None,
-        description="Number of the NUMA node that the memory should come from. Unset: any.",
+        description=(
+            "Number of the NUMA node that the memory should come from. Unset: for a GPU's share of "
+            "each block the node of that GPU, else any."
+        ),
         examples=["0"],
     )
     eviction: Evicting = "lru"

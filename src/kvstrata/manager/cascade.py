@@ -213,8 +213,7 @@ class Cascade:
 
     def is_done(self) -> bool:
         """Whether nothing waits for the tier or is on its way there. Needs the lock."""
-        waiting = self._cache.writes.waiting(self._tier)
-        return not (waiting or self._under_way or self._owed_drops)
+        return not (self._unwritten_blocks() or self._owed_drops)
 
     def report(self) -> TierReport:
         size = self._inner.statistics()
@@ -223,7 +222,7 @@ class Cascade:
             size.capacity_blocks,
             self._cache.disk_used if self._tier == "disk" else size.blocks,
             self._block_bytes,
-            waiting_blocks=self._cache.writes.waiting(self._tier),
+            waiting_blocks=self._unwritten_blocks(),
             reading_blocks=self.meter.queued_blocks,
             switched_off=self._store.is_open,
         )
@@ -245,7 +244,8 @@ class Cascade:
         with self._lock:
             self._cache.write_late_blocks()
         if not self.drain(timeout_seconds):
-            left = self._cache.writes.waiting(self._tier)
+            with self._lock:
+                left = self._unwritten_blocks()
             _log.warning("%d blocks could not be written to %s in time", left, self._tier)
         self._finder.close()
         self._transfer.close(timeout_seconds)
@@ -294,8 +294,15 @@ class Cascade:
     def _room_blocks(self) -> int:
         """How many blocks more than those on their way fit at most."""
         if self._tier == "disk":
-            return self._capacity_blocks - sum(map(len, self._under_way))
+            return self._capacity_blocks - self._blocks_under_way()
         return self._batch_blocks
+
+    def _blocks_under_way(self) -> int:
+        return sum(map(len, self._under_way))
+
+    def _unwritten_blocks(self) -> int:
+        """Those that wait and those on their way. Needs the lock."""
+        return self._cache.writes.waiting(self._tier) + self._blocks_under_way()
 
     def _next_batch(self, count: int) -> tuple[_Batch, list[StoreKey]]:
         """What is to be written next, and what the disk gives up for it. Needs the lock."""

@@ -96,3 +96,9 @@ class CacheReport(msgspec.Struct):
     leased_blocks: int = 0  # that lookups and loads keep; one that several keep counts as often
     spared_prefill_seconds: float = 0.0  # of computing what was loaded
     drain: Literal["off", "draining", "drained"] = "off"  # see ``Operator.drain_state``
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing is being loaded or saved, and nothing waits to be written to a tier below."""
+        waiting = any(tier.waiting_blocks for tier in self.tiers)
+        return not (self.running_gets or self.running_puts or waiting)

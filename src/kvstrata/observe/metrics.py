@@ -218,7 +218,8 @@ BLEND_REQUESTS: Final = Metric(
     "computed because it was not asked for (not_asked) or not in a form that is understood "
     "(not_understood), the request has an adapter, images, embeddings or prompt_logprobs, KV that its "
     "sender called approximate (tainted), no other KV of its tokens is known (no_run), blending would "
-    "spare too few tokens (few_tokens, small_share), its audits have switched it off (switched_off), "
+    "spare too few tokens (few_tokens, small_share), the device blocks that it takes behind a sliding "
+    "window are not free (no_room), its audits have switched it off (switched_off), "
     "or there is no cache server (no_server). Only in vLLM's metrics.",
     (
         "blended",
@@ -233,6 +234,7 @@ BLEND_REQUESTS: Final = Metric(
         "no_run",
         "few_tokens",
         "small_share",
+        "no_room",
         "switched_off",
         "no_server",
     ),

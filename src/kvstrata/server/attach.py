@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.05  # an attempt costs microseconds, and a request may wait for it
 _WELCOME_SECONDS = 60.0  # the first client of a server waits for its disk tier to open
 _KEEP_SECONDS = 1.0  # of a dead server's memory, for plans that were made before it died
+_EARLY_SECONDS = 0.1  # between two looks at whether the memory may be pinned
 
 
 class Attachment:
@@ -34,14 +35,14 @@ class Attachment:
         *,
         patience_seconds: float,
         prefault: bool,
-        pin: Callable[[HostMapping, Callable[[], bool]], None] | None = None,
+        pin: Callable[[HostMapping, Callable[[], bool]], bool] | None = None,
     ) -> None:
         """*mapped* is called, on the thread, with each new mapping before the server counts on it.
 
         It is called with None a moment after a server is gone, since the next one may need the
         memory. *pin* is called with each mapping after that, may take its time, and asks its second
-        argument whether to end early. An absent server is logged once it has been absent for
-        *patience_seconds*.
+        argument whether to end early; where it is too early it returns False, and is called again.
+        An absent server is logged once it has been absent for *patience_seconds*.
         """
         self._path = path
         self._hello = hello
@@ -101,7 +102,8 @@ class Attachment:
             if self._prefault:
                 mapping.touch(self._stop)
             if self._pin is not None:
-                self._pin(mapping, self._stop.is_set)
+                while not self._stop.is_set() and not self._pin(mapping, self._stop.is_set):
+                    client.poll(_EARLY_SECONDS)
             while not self._stop.is_set():
                 client.poll(3600.0)
         finally:

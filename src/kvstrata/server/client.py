@@ -77,6 +77,7 @@ class ManagerClient(OperatorRequests):
         self._descriptors: list[int] = []
         self._next_seq = hello.seq
         self.sent = 0  # requests so far
+        self.has_untold = False  # what ``tell`` took has not been tried to be sent
         self._pending: dict[int, Pending] = {}
         self._promoting: dict[int, Pending] = {}
         self._changed: list[p.Changed] = []
@@ -86,22 +87,17 @@ class ManagerClient(OperatorRequests):
 
     def submit(self, request: p.Request) -> Pending:
         """Send *request*; its ``seq``, if it has one, is set here."""
-        pending = Pending(time.monotonic())
-        if hasattr(request, "seq"):
-            request.seq = self._next_seq
-        frame = p.encode(request)
-        if hasattr(request, "seq"):
-            self._pending[request.seq] = pending
-            self._next_seq += 1
-        self.sent += 1
-        if isinstance(request, p.Launch | p.Cancel):
-            for task_id in request.task_ids:
-                self._promoting.pop(task_id, None)  # how the promotion ends is no news any more
-        self._outbox += frame
-        if len(self._outbox) > _OUTBOX_BYTES:
-            raise self._lost("it has read nothing for too long")
+        pending = self._queue(request)
         self._flush()
         return pending
+
+    def tell(self, request: p.Request) -> None:
+        """Send *request*, which has no answer, with the next one that is submitted or ``poll``.
+
+        Each message by itself wakes the server, which may take the core of whoever sends it.
+        """
+        self._queue(request)
+        self.has_untold = True
 
     def poll(self, timeout_seconds: float = 0.0) -> bool:
         """Take in what has arrived, after waiting for it up to *timeout_seconds*; whether anything.
@@ -238,6 +234,9 @@ class ManagerClient(OperatorRequests):
 
     def close(self) -> None:
         """Hang up; the server releases what this client held. Idempotent."""
+        if self._sock.fileno() >= 0:
+            with contextlib.suppress(ServerUnavailable):
+                self._flush()
         self._sock.close()
         while (descriptor := self.take_descriptor()) is not None:
             os.close(descriptor)
@@ -247,6 +246,23 @@ class ManagerClient(OperatorRequests):
         return self._await(self.welcome, p.Welcome, timeout_seconds)
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _queue(self, request: p.Request) -> Pending:
+        pending = Pending(time.monotonic())
+        if hasattr(request, "seq"):
+            request.seq = self._next_seq
+        frame = p.encode(request)
+        if hasattr(request, "seq"):
+            self._pending[request.seq] = pending
+            self._next_seq += 1
+        self.sent += 1
+        if isinstance(request, p.Launch | p.Cancel):
+            for task_id in request.task_ids:
+                self._promoting.pop(task_id, None)  # how the promotion ends is no news any more
+        self._outbox += frame
+        if len(self._outbox) > _OUTBOX_BYTES:
+            raise self._lost("it has read nothing for too long")
+        return pending
 
     def _task(self, request: p.GetMatch | p.PutMatch) -> TaskStatus:
         return p.unpack(self._ask(request, p.Task).status)
@@ -287,6 +303,7 @@ class ManagerClient(OperatorRequests):
         return data
 
     def _flush(self) -> None:
+        self.has_untold = False
         while self._outbox:
             try:
                 sent = self._sock.send(self._outbox)

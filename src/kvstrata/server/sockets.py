@@ -1,11 +1,14 @@
 """Unix sockets between processes of one user: where they lie, who may use them, framing."""
 
 import contextlib
+import fcntl
 import os
 import socket
 import stat
 import struct
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -15,6 +18,8 @@ from kvstrata.core.errors import ConfigError, ServerUnavailable
 
 _BACKLOG: Final = 1024  # connections that wait to be accepted
 _NAME_CHARACTERS: Final = 40  # of a socket without its suffix: a path holds 107 bytes
+_LOCK_SECONDS: Final = 5.0  # a look at a socket takes a second at most
+_POLL_SECONDS: Final = 0.05
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED, man 7 unix
 
 
@@ -66,20 +71,18 @@ def listen(path: Path) -> socket.socket:
     A socket left by a dead server of ours is replaced. Raises ``ConfigError`` if a server answers
     there, if the path is somebody else's, or if it cannot be used.
     """
-    _remove_dead(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    previous = os.umask(0o177)
-    try:
-        sock.bind(str(path))
-        sock.listen(_BACKLOG)
-    except OSError as e:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen at {path}: {e.strerror or e}",
-            hint="name a socket in a directory that exists and that you may write to",
-        ) from e
-    finally:
-        os.umask(previous)
+    with _locked(path.parent, _LOCK_SECONDS):
+        _remove_dead(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        previous = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+            sock.listen(_BACKLOG)
+        except OSError as e:
+            sock.close()
+            raise _unusable(path, e) from e
+        finally:
+            os.umask(previous)
     return sock
 
 
@@ -110,10 +113,57 @@ def connect(path: Path) -> socket.socket:
 
 
 def remove_dead_sockets() -> None:
-    """Clean the runtime directory of sockets whose servers were killed."""
-    for path in runtime_directory().glob("*.sock"):
-        with contextlib.suppress(ConfigError, OSError):
-            _remove_dead(path)
+    """Clean the runtime directory of sockets whose servers were killed.
+
+    Not while another process does, or makes a socket there.
+    """
+    folder = runtime_directory()
+    with contextlib.suppress(ConfigError), _locked(folder, 0.0):
+        for path in folder.glob("*.sock"):
+            with contextlib.suppress(ConfigError, OSError):
+                _remove_dead(path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, timeout_seconds: float) -> Iterator[None]:
+    """Nobody else binds or removes a socket in *folder* meanwhile.
+
+    One that is bound and does not listen yet looks dead. Raises ``ConfigError`` if the folder
+    cannot be used, or another process is still at it after *timeout_seconds*.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as e:
+        raise _unusable(folder, e) from e
+    try:
+        deadline = time.monotonic() + timeout_seconds
+        while not _try_lock(descriptor, folder):
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"another process makes sockets in {folder} and does not get done",
+                    hint="end it, or name a socket in another directory",
+                )
+            time.sleep(_POLL_SECONDS)  # flock has no timeout of its own
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        raise _unusable(folder, e) from e
+    return True
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen at {path}: {error.strerror or error}",
+        hint="name a socket in a local directory that exists and that you may write to",
+    )
 
 
 def _remove_dead(path: Path) -> None:

@@ -56,6 +56,9 @@ class AttachedWorker:
         self.half.let_go()
 
     def _set_mapping(self, mapping: HostMapping | None) -> None:
-        self.half.mapping = mapping
         if mapping is None:
+            self.half.mapping = None
             self.half.let_go()
+            return
+        self.half.bring_near(mapping)  # before this process or, mostly, the server touches it
+        self.half.mapping = mapping

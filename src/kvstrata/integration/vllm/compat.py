@@ -128,7 +128,7 @@ SURFACE: Final[Surface] = {
         "VllmConfig": (
             "attention_config cache_config compilation_config device_config kv_events_config "
             "kv_transfer_config load_config model_config parallel_config scheduler_config "
-            "speculative_config"
+            "speculative_config use_v2_model_runner"
         ),
     },
     "vllm.distributed.kv_events": {
@@ -195,14 +195,17 @@ SURFACE: Final[Surface] = {
         "_get_attn_isa": "",
     },
     "vllm.v1.core.block_pool": {
-        "BlockPool": "blocks evict_blocks free_blocks get_cached_block touch",
+        "BlockPool": (
+            "blocks evict_blocks free_blocks get_cached_block get_new_blocks get_num_free_blocks "
+            "touch"
+        ),
     },
     "vllm.v1.core.kv_cache_manager": {
         "KVCacheBlocks": "get_block_ids",
     },
     "vllm.v1.core.kv_cache_utils": {
         "BlockHash": "",
-        "KVCacheBlock": "",
+        "KVCacheBlock": "block_id",
         "generate_block_hash_extra_keys": "",
         "hash_block_tokens": "",
         "init_none_hash": "",

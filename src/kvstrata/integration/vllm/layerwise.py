@@ -5,8 +5,10 @@ load that fails then has to be taken back after the forward, which vLLM can only
 step has been scheduled meanwhile.
 """
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import FrameType
+from typing import Final, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.request import Request, RequestStatus
@@ -17,66 +19,121 @@ from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.geometry import DeviceGeometry
 from kvstrata.transfer.guarded import Copied
 from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.layered import LayerGates
 
-__all__ = ["Admitted", "LayerJobs", "check_layerwise", "take_back"]
+__all__ = [
+    "Admitted",
+    "LayerLoad",
+    "LayerSaves",
+    "Standing",
+    "check_layerwise",
+    "obstacle_to_taking_back",
+    "standing_on",
+    "take_back",
+]
 
-_BLOCKWISE = "take load_mode away from --kv-transfer-config"
+_BLOCKWISE: Final = "take load_mode away from --kv-transfer-config"
 
 
 def check_layerwise(config: Config, vllm_config: VllmConfig, geometry: DeviceGeometry) -> None:
     """Raises ``ConfigError`` where vLLM could not take a failed load back."""
-    if config.load_mode == "blockwise":
-        return
+    if config.load_mode == "layerwise" and (
+        obstacle := obstacle_to_taking_back(vllm_config, geometry)
+    ):
+        raise ConfigError(f"load_mode is 'layerwise' and {obstacle.why}", hint=obstacle.hint)
+
+
+class Obstacle(NamedTuple):
+    """Why a request cannot run in the step that loads it, and what to do about it."""
+
+    why: str
+    hint: str
+
+
+def obstacle_to_taking_back(vllm_config: VllmConfig, geometry: DeviceGeometry) -> Obstacle | None:
+    """What keeps vLLM from taking a load back that fails in the step in which its request runs."""
     if vllm_config.scheduler_config.async_scheduling:
-        raise ConfigError(
-            "load_mode is 'layerwise' and async scheduling is on: the next step would be "
+        return Obstacle(
+            "async scheduling is on: the next step would be "
             "scheduled before it is known whether this step's loads were whole",
-            hint=f"start vLLM with --no-async-scheduling, or {_BLOCKWISE}",
+            f"start vLLM with --no-async-scheduling, or {_BLOCKWISE}",
         )
     if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-        raise ConfigError(
-            f"load_mode is 'layerwise' and pipeline_parallel_size is {stages}: the next steps "
+        return Obstacle(
+            f"pipeline_parallel_size is {stages}: the next steps "
             "would be scheduled before it is known whether this step's loads were whole",
-            hint=f"set --pipeline-parallel-size to 1, or {_BLOCKWISE}",
+            f"set --pipeline-parallel-size to 1, or {_BLOCKWISE}",
+        )
+    if _has_siblings():
+        return Obstacle(
+            "there are other connectors beside this one: one of them may have a request wait for its "
+            "own load on top of blocks that this one fails to load",
+            _BLOCKWISE,
+        )
+    if vllm_config.use_v2_model_runner:
+        return Obstacle(
+            "vLLM runs the model with its V2 model runner, which goes on where it was: it does not "
+            "compute again what the scheduler takes back",
+            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {_BLOCKWISE}",
         )
     if len(geometry.groups) > 1 or geometry.groups[0].reach.is_limited:
-        raise ConfigError(
-            "load_mode is 'layerwise' and the model has several KV cache groups, or layers with a "
+        return Obstacle(
+            "the model has several KV cache groups, or layers with a "
             "sliding window or chunked attention: vLLM takes failed device blocks back only where "
             "it keeps those before them",
-            hint=_BLOCKWISE,
+            _BLOCKWISE,
         )
+    return None
 
 
-class LayerJobs:
-    """The copies of some tasks of one step: jobs for each layer, shared by the tasks."""
+def _has_siblings() -> bool:
+    """Whether vLLM's ``MultiConnector`` is making this connector right now: it tells no child.
+
+    vLLM takes back only requests that run, and not those that wait on the same device blocks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kinds = type(frame.f_locals.get("self")).__mro__
+        if any(kind.__name__ == "MultiConnector" for kind in kinds):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class LayerLoad:
+    """The loads of one step: a job that they share, and the gates that it opens."""
 
     def __init__(
-        self, layers: Sequence[str], submit: Callable[[int], list[Handle[Copied]]]
+        self, layers: Sequence[str], gates: LayerGates, handle: Handle[Copied] | None
     ) -> None:
-        """*submit* begins the jobs of the layer with that index."""
+        """*handle*: None if none of them could be begun."""
         self._index = {name: i for i, name in enumerate(layers)}
+        self.gates = gates
+        self.handle = handle
+
+    def index(self, layer: str) -> int:
+        """Which gate *layer* is behind: the last, if it is unknown and may use any's cache."""
+        return self._index.get(layer, len(self._index) - 1)
+
+
+class LayerSaves:
+    """The saves of one step: a job for each layer, shared by the tasks."""
+
+    def __init__(self, layers: Sequence[str], submit: Callable[[int], None]) -> None:
+        """*submit* begins the job of the layer with that index."""
+        self._left = {name: i for i, name in enumerate(layers)}
         self._submit = submit
-        self._handles: dict[int, list[Handle[Copied]]] = {}  # by layer
 
     def start(self, layer: str) -> None:
-        """Begin the jobs of *layer*, if that is a layer with a cache of its own and not begun."""
-        index = self._index.get(layer)
-        if index is not None and index not in self._handles:
-            self._handles[index] = self._submit(index)
+        """Begin the job of *layer*, if that is a layer with a cache of its own and not begun."""
+        index = self._left.pop(layer, None)
+        if index is not None:
+            self._submit(index)
 
     def start_all(self) -> None:
-        """Begin those that are not begun, in the order in which a forward needs them."""
-        for layer in self._index:
+        """Begin those that are not begun."""
+        for layer in list(self._left):
             self.start(layer)
-
-    def of(self, layer: str) -> list[Handle[Copied]]:
-        """What *layer* has to wait for: all, if it is unknown and may use another's cache."""
-        index = self._index.get(layer)
-        return self.all() if index is None else self._handles[index]
-
-    def all(self) -> list[Handle[Copied]]:
-        return [handle for handles in self._handles.values() for handle in handles]
 
 
 class Admitted(NamedTuple):
@@ -86,21 +143,33 @@ class Admitted(NamedTuple):
     block_ids: Callable[[], BlockIds]
 
 
-def take_back(admitted: Sequence[Admitted], failed: set[int], device_tokens: int) -> bool:
-    """Have each of *admitted* computed from the first of the *failed* device blocks on.
+class Standing(NamedTuple):
+    """A request whose forward has used device blocks that are not what they should be."""
 
-    vLLM does so for the first request that has them, and takes those that share them for computed:
-    which they are only once the first one has come so far. Returns whether a forward has used any
-    of them, be it of a request that has ended by now.
-    """
-    were_used = False
+    request: Request
+    first_block: int  # of its own, in its prompt
+
+
+def standing_on(admitted: Sequence[Admitted], failed: set[int]) -> list[Standing]:
+    """Which of *admitted* have used *failed* device blocks, also those that have ended by now."""
+    standing = []
     for request, block_ids in admitted:
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             continue
         first = next((i for i, block in enumerate(block_ids()[0]) if block in failed), None)
-        if first is None:
-            continue
-        were_used = True
+        if first is not None:
+            standing.append(Standing(request, first))
+    return standing
+
+
+def take_back(standing: Sequence[Standing], device_tokens: int) -> None:
+    """Have each of *standing* that still runs computed from the first failed device block on.
+
+    vLLM does so for the first request that has them, and takes those that share them for computed:
+    which they are only once the first one has come so far.
+    """
+    for request, first_block in standing:
         if request.status is RequestStatus.RUNNING:
-            request.num_computed_tokens = min(request.num_computed_tokens, first * device_tokens)
-    return were_used
+            request.num_computed_tokens = min(
+                request.num_computed_tokens, first_block * device_tokens
+            )

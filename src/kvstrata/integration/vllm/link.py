@@ -133,6 +133,20 @@ class CacheLink:
             self._drop(e)
             return None
 
+    def tell(self, request: p.Request) -> None:
+        """Send *request*, which has no answer, in this step or the next."""
+        if self._client is None or not self._welcomed:
+            return
+        try:
+            self._client.tell(request)
+        except KVStrataError as e:
+            self._drop(e)
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether something that was told is to be sent in the next step."""
+        return self._client is not None and self._client.has_untold
+
     def abandon(self, pending: Pending, number: int) -> None:
         """Nobody waits for *pending*, of connection *number*, any more."""
         if self._client is not None and number == self.number:

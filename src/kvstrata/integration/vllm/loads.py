@@ -4,13 +4,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.integration.vllm.at_once import AtOnce
 from kvstrata.integration.vllm.awaits import Awaits
 from kvstrata.integration.vllm.blocks import BlockIds, BlockMath
 from kvstrata.integration.vllm.compat import CacheHitSource
@@ -37,6 +38,7 @@ class _Lookup:
     known_blocks: int  # blocks that the request had when it was asked
     keys: list[BlockKey]
     computed_tokens: int = 0  # on the device, as of the last answer to vLLM
+    at_once: bool = False  # the request runs in the step that loads it, as of that answer
 
     @property
     def status(self) -> TaskStatus | None:
@@ -66,6 +68,11 @@ class _RunningLoad:
     failed: bool = False
 
 
+class LoadLimits(NamedTuple):
+    lookups: int  # held for requests that wait in vLLM's queue
+    blocks_at_once: int  # of a step, for requests that run in it
+
+
 class Loads:
     """Answers vLLM's ``get_num_new_matched_tokens`` and turns answers into ``Load`` plans.
 
@@ -80,16 +87,16 @@ class Loads:
         link: CacheLink,
         *,
         world_size: int,
-        limit: int,
+        limits: LoadLimits,
         spans: RequestSpans | None = None,
     ) -> None:
         self._config = config
-        self.layerwise = config.load_mode == "layerwise"
+        self._at_once = AtOnce(limits.blocks_at_once)
         self._spans = spans
         self._math = math
         self._link = link
         self._world_size = world_size
-        self._limit = limit  # lookups held for requests that wait in vLLM's queue
+        self._limit = limits.lookups
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
         self._awaits = Awaits()
@@ -140,9 +147,27 @@ class Loads:
         if lookup.status is None or not lookup.status.slots:
             return 0
         found = (lookup.first_block + len(lookup.status.slots)) * self._math.tokens
-        end = self._math.loadable_tokens(request, found, runs_at_once=self.layerwise)
         lookup.computed_tokens = computed
-        return max(0, end - computed)
+        return self._loadable(request, lookup, found)
+
+    def _loadable(self, request: Request, lookup: _Lookup, found: int) -> int | None:
+        """Tokens of *found* to load; None if that has to wait for the next step."""
+        computed, math = lookup.computed_tokens, self._math
+        end = math.loadable_tokens(request, found, runs_at_once=True)
+        blocks = -(-end // math.tokens) - computed // math.tokens
+        lookup.at_once = self._at_once.fits(blocks)
+        if lookup.at_once:
+            return max(0, end - computed)
+        if computed and self._at_once.has_begun:
+            # It may stand on blocks that are loaded at once. If that fails, vLLM takes back the
+            # requests that run in this step, and of those that wait for a load not all.
+            return None
+        return max(0, math.loadable_tokens(request, found, runs_at_once=False) - computed)
+
+    def runs_at_once(self, request: Request) -> bool:
+        """Whether *request*, as of the last answer, runs in the step that loads it."""
+        lookup = self._lookups.get(request.request_id)
+        return lookup is not None and lookup.at_once
 
     def not_found(self, request: Request) -> list[BlockKey]:
         """The blocks that the server was asked for and does not have (any more)."""
@@ -173,9 +198,12 @@ class Loads:
             math.device_blocks_of_load(block_ids(), start, start + tokens),
             status.slots[skipped:end],
             status.generations[skipped:end],
+            at_once=lookup.at_once,
         )
         self._planned.append(load)
-        self._link.submit(p.Launch([status.task_id]))
+        if lookup.at_once:
+            self._at_once.take(len(load.slots))
+        self._link.tell(p.Launch([status.task_id]))
         keys = lookup.keys[skipped:end]
         self._running[status.task_id] = _RunningLoad(
             request.request_id,
@@ -204,6 +232,10 @@ class Loads:
         return keys
 
     def take_plans(self) -> list[Load]:
+        """The loads of the step that is scheduled now."""
+        if not self._planned:
+            return []
+        self._at_once.end_step()
         planned, self._planned = self._planned, []
         return planned
 
@@ -240,7 +272,7 @@ class Loads:
                 if load.request_id is not None:
                     self._refused.add(load.request_id)
             if load.connection == self._link.number:
-                self._link.submit(p.Fail([task_id]) if load.failed else p.Complete([task_id]))
+                self._link.tell(p.Fail([task_id]) if load.failed else p.Complete([task_id]))
         return lost
 
     def is_loading(self, request_id: str) -> bool:

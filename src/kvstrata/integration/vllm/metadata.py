@@ -32,6 +32,7 @@ class Load:
     device_blocks: list[int]  # (slots * device_blocks_per_block,)
     slots: list[int]
     generations: list[int]  # (slots,) what each slot's generation must be
+    at_once: bool = False  # the request runs in this very step
 
 
 @dataclass(slots=True)

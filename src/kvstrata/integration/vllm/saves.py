@@ -161,12 +161,12 @@ class Saves:
                 self._spans.saved(save.origin, save.offered_at, len(save.keys), failed=is_short)
             is_void = save.void or save.connection != self._link.number
             if is_void or not save.whole_blocks:
-                self._link.submit(p.Fail([task_id]))
+                self._link.tell(p.Fail([task_id]))
                 continue
             if save.whole_blocks < len(save.keys):
-                self._link.submit(p.CompletePart(task_id, save.whole_blocks))
+                self._link.tell(p.CompletePart(task_id, save.whole_blocks))
             else:
-                self._link.submit(p.Complete([task_id]))
+                self._link.tell(p.Complete([task_id]))
             self.know(save.keys[: save.whole_blocks])
             saved.append(save.keys[save.whole_blocks - 1])
         return saved

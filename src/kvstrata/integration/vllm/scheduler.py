@@ -3,9 +3,11 @@
 import logging
 import secrets
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from blake3 import blake3
 from vllm.config import VllmConfig
@@ -18,15 +20,16 @@ from vllm.v1.request import Request
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.core.types import EXACT, NAMESPACE_ID_BYTES, BlockFormat, NamespaceId
+from kvstrata.integration.vllm.at_once import blocks_at_once
 from kvstrata.integration.vllm.blocks import BlockIds, HeldBlocks
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.due import DueRequests
 from kvstrata.integration.vllm.engine_metrics import KVStrataStats
 from kvstrata.integration.vllm.events import kv_events
 from kvstrata.integration.vllm.fingerprint import NamespaceFingerprint, namespace_id
-from kvstrata.integration.vllm.layerwise import Admitted, take_back
+from kvstrata.integration.vllm.layerwise import Admitted, standing_on, take_back
 from kvstrata.integration.vllm.link import CacheLink
-from kvstrata.integration.vllm.loads import Loads
+from kvstrata.integration.vllm.loads import LoadLimits, Loads
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.integration.vllm.meter import Meter
 from kvstrata.integration.vllm.prefill_rate import PrefillRate
@@ -37,6 +40,8 @@ from kvstrata.server import protocol as p
 from kvstrata.server.embedded import EmbeddedServer
 
 _log = logging.getLogger(__name__)
+
+_NOBODY: Final[Sequence[Admitted]] = ()
 
 
 @dataclass(slots=True)
@@ -70,7 +75,6 @@ class SchedulerHalf:
         self._config = config
         self._loads_wanted = transfer.is_kv_consumer
         self._saves_wanted = transfer.is_kv_producer
-        self._limit = 2 * vllm_config.scheduler_config.max_num_seqs
         self._world_size = identity.world_size
         self._math = identity.math
         fingerprint = namespace_id(
@@ -88,7 +92,10 @@ class SchedulerHalf:
         self._requests: dict[str, Tracked] = {}
         self._due = DueRequests()
         self._admitted: list[Admitted] = []  # to the step being scheduled
-        self._in_step: list[Admitted] = []  # to the last one that was
+        self._is_ahead = vllm_config.scheduler_config.async_scheduling
+        # To the steps whose end is not known: with asynchronous scheduling that is one more.
+        self._in_steps = deque[Sequence[Admitted]](maxlen=2 if self._is_ahead else 1)
+        self._parked: set[str] = set()  # requests that wait for a load, of whatever connector
         self._rate = PrefillRate()
         self._rate_told_to = 0  # the connection
         self._spans = spans_of(config)
@@ -103,7 +110,10 @@ class SchedulerHalf:
             self._math,
             self._link,
             world_size=self._world_size,
-            limit=self._limit,
+            limits=LoadLimits(
+                2 * vllm_config.scheduler_config.max_num_seqs,
+                self._blocks_at_once(config, vllm_config, identity),
+            ),
             spans=self._spans,
         )
         try:
@@ -111,6 +121,11 @@ class SchedulerHalf:
         except ServerUnavailable as e:
             _log.warning("%s: going on without a cache until it is there", e)
         self._warn_of_policy(transfer.kv_load_failure_policy)
+
+    def _blocks_at_once(
+        self, config: Config, vllm_config: VllmConfig, identity: EngineIdentity
+    ) -> int:
+        return blocks_at_once(config, vllm_config, identity.geometry, identity.block_bytes)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -130,11 +145,11 @@ class SchedulerHalf:
             self._loads.expect(request, self._namespace, self._pool)
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """``get_num_new_matched_tokens``: loads are asynchronous, or layerwise."""
+        """``get_num_new_matched_tokens``: loads are asynchronous, or of this step."""
         if not self._loads_wanted:
             return 0, False
         tokens = self._loads.match(request, self._namespace, computed_tokens)
-        return tokens, bool(tokens) and not self._loads.layerwise
+        return tokens, bool(tokens) and not self._loads.runs_at_once(request)
 
     def allocated(
         self, request: Request, block_ids: Callable[[], BlockIds], external_tokens: int
@@ -155,9 +170,11 @@ class SchedulerHalf:
         """``build_connector_meta``: what the workers copy in this step."""
         # What is planned so far names slots of this server; the next tick may bring another one.
         server_id, loads = self._link.server_id, self._loads.take_plans()
-        self._in_step, self._admitted = self._admitted, []
+        self._in_steps.append(self._admitted or _NOBODY)
+        if self._admitted or self._parked:
+            self._see_admitted(output)
         self._link.glance()
-        self._tell_rate(output, waits_for_loads=bool(loads) and self._loads.layerwise)
+        self._tell_rate(output, waits_for_loads=bool(loads) and any(load.at_once for load in loads))
         if self._saves_wanted:
             self._offer_completed(output)
         saves, idle = self._saves.take_plans(), output.total_num_scheduled_tokens == 0
@@ -176,21 +193,31 @@ class SchedulerHalf:
         Then nothing may stand on what it made of them. vLLM computes them again, and what comes
         after them, in place. Until then it would give them to others, and we would save them.
         """
-        if take_back(self._in_step, device_blocks, self._math.groups[0].device_tokens):
-            self._pool.evict_blocks({block.block_id for block in self._pool.blocks})
-            self._saves.withdraw_offers()
-            for request_id, tracked in self._requests.items():
-                if tracked.offered_blocks != sys.maxsize:
-                    tracked.offered_blocks = 0
-                    if self._saves_wanted:
-                        self._due.look(request_id)
+        admitted = [each for step in self._in_steps for each in step]
+        if not (standing := standing_on(admitted, device_blocks)):
+            return
+        self._pool.evict_blocks({block.block_id for block in self._pool.blocks})
+        if self._is_ahead:
+            # Not our load, which would have been waited for. Another step has been planned on it.
+            self._saves.reset()
+            for each in standing:
+                self._never_save(each.request)
+            return
+        take_back(standing, self._math.groups[0].device_tokens)
+        self._saves.withdraw_offers()
+        for request_id, tracked in self._requests.items():
+            if tracked.offered_blocks != sys.maxsize:
+                tracked.offered_blocks = 0
+                if self._saves_wanted:
+                    self._due.look(request_id)
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
         tracked = self._requests.pop(request.request_id, None)
         self._due.forget(request.request_id)
-        # vLLM counts tokens as computed that a running load has yet to bring.
-        loading = self._loads.is_loading(request.request_id)
+        # vLLM counts tokens as computed that a running load has yet to bring, and may have failed to.
+        loading = self._loads.is_loading(request.request_id) or request.request_id in self._parked
+        self._parked.discard(request.request_id)
         if tracked is not None and self._saves_wanted and not loading:
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             # The last sampled token was never an input, so it has no KV.
@@ -206,7 +233,7 @@ class SchedulerHalf:
     def busy(self) -> bool:
         """Whether the engine must go on stepping, whatever its requests do."""
         has_events = self._events is not None and self._events.busy
-        return self._saves.busy or has_events or self._meter.busy
+        return self._saves.busy or has_events or self._meter.busy or self._link.has_untold
 
     def take_events(self) -> list[KVCacheEvent]:
         """What has become of blocks that this engine can load, if vLLM publishes KV events."""
@@ -226,7 +253,7 @@ class SchedulerHalf:
         self._saves.reset()
         for tracked in self._requests.values():
             # What a running request computes from here on stands on KV of before.
-            tracked.offered_blocks = sys.maxsize
+            self._never_save(tracked.request)
         old, epoch = self._namespace, secrets.token_bytes(16)
         self._namespace = _derived(self._base, epoch)
         self._link.reset(old)
@@ -238,6 +265,17 @@ class SchedulerHalf:
         self._link.close()
         if self._spans is not None:
             self._spans.close()
+
+    def _see_admitted(self, output: SchedulerOutput) -> None:
+        """Take note of requests that this step admits, and of those among them that only wait."""
+        ids = {each.request.request_id for each in self._admitted}
+        self._parked = (self._parked | ids).difference(output.num_scheduled_tokens)
+        self._admitted = []
+
+    def _never_save(self, request: Request) -> None:
+        """What *request* has computed, and will, may not be what its tokens say."""
+        if (tracked := self._requests.get(request.request_id)) is not None:
+            tracked.offered_blocks = sys.maxsize
 
     def _tell_rate(self, output: SchedulerOutput, *, waits_for_loads: bool) -> None:
         self._rate.step(output, is_pure=not waits_for_loads)

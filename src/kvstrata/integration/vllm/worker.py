@@ -7,29 +7,34 @@ costs the engine a recompute and never wrong bytes.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvstrata.core.errors import InvariantViolated, KVStrataError, ServerUnavailable
+from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, ServerUnavailable
 from kvstrata.integration.vllm.blend.slots import SlotPages
 from kvstrata.integration.vllm.geometry import (
     DeviceGeometry,
     geometry_from_config,
     pages_from_tensors,
 )
-from kvstrata.integration.vllm.layerwise import LayerJobs
-from kvstrata.integration.vllm.metadata import NULL_BLOCK, Load, Save, StepPlan, WorkerReport
+from kvstrata.integration.vllm.layerwise import LayerLoad, LayerSaves
+from kvstrata.integration.vllm.metadata import NULL_BLOCK, Save, StepPlan, WorkerReport
+from kvstrata.integration.vllm.pieces import Piece, Pieces
 from kvstrata.integration.vllm.ranks import Region
+from kvstrata.integration.vllm.worker_tasks import Parts, WorkerTask, note_doubts, problem_of
 from kvstrata.storage.mapping import HostMapping
+from kvstrata.storage.near import bring_near
+from kvstrata.storage.numa import memory_nodes
 from kvstrata.transfer.devices import PagedDevice, PagewiseDevice, open_device
 from kvstrata.transfer.driver import Event
-from kvstrata.transfer.guarded import Copied, RankSlots, Run, split_runs
+from kvstrata.transfer.guarded import Copied, RankSlots
 from kvstrata.transfer.lanes import Handle, Lane, Lanes, Outcome
+from kvstrata.transfer.layered import LayerGates, Part, copy_part
 
 __all__ = ["WorkerHalf", "WorkerSettings"]
 
@@ -37,7 +42,6 @@ _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS: Final = 0.002  # vLLM would sleep 1 ms before its next empty step
 _SHUTDOWN_SECONDS: Final = 5.0
-_SAVE_PIECE_BYTES: Final = 16 << 20  # a load waits for one piece of a save at most
 _COPY_HERE_BYTES: Final = 16 << 20  # of loads in an idle step; takes no longer than the idle wait
 _NO_DEVICE: Final = PagewiseDevice([])  # before the caches are registered
 
@@ -52,50 +56,7 @@ class WorkerSettings:
     layerwise: bool = False
 
 
-class _Piece(NamedTuple):
-    """What one job copies."""
-
-    runs: list[Run]
-    blocks: int
-
-
-@dataclass(slots=True)
-class _Task:
-    """A load or save in flight: one job, or for a large save several."""
-
-    task_id: int
-    request_id: str | None  # None for a save
-    deadline: float  # of the clock; only loads have one
-    device_blocks: list[int]
-    jobs: list[Handle[Copied]] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)  # of each job
-    pending: int = 0  # jobs that have not ended
-    failed: bool = False
-    is_shared: bool = False  # its jobs copy other tasks too, and note their doubts here
-    doubt: object = None
-
-    @property
-    def is_save(self) -> bool:
-        return self.request_id is None
-
-    @property
-    def whole_blocks(self) -> int:
-        """The leading blocks whose copies have ended as they should.
-
-        Of a save layer by layer none: some layer is missing in all of them.
-        """
-        if self.is_shared:
-            return 0
-        whole = 0
-        for handle, blocks in zip(self.jobs, self.blocks, strict=True):
-            if _problem(handle) is not None:
-                break
-            whole += blocks
-        return whole
-
-
-_Begin = tuple[_Task, Callable[[], list[_Piece]]]  # a task, and what splits it
-_Copy = tuple[_Task, RankSlots, list[Run]]  # a part of a task
+_Begin = tuple[WorkerTask, Callable[[], list[Piece]]]  # a task, and what splits it
 _MakeJob = Callable[..., Callable[[Handle[Copied]], Copied]]  # of a ``PagedDevice``
 
 
@@ -106,8 +67,9 @@ class WorkerHalf:
       deadline has passed and its copy has certainly stopped.
     * A hook never raises on account of a copy and never waits, but in an idle step: ``start_load``
       copies up to 16 MiB itself, ``collect`` waits up to 2 ms.
-    * Layerwise the step that has a load ends only when the load has: ``wait_for_layer`` and
-      ``collect`` wait for it, up to its deadline.
+    * ``start_load`` itself copies the loads whose requests run in this step.
+    * Layerwise the step that has a load ends only when the load has: ``collect`` waits for it, and
+      ``wait_for_layer`` until the engine's stream, or the layer itself, can, up to its deadline.
     * ``mapping`` may be set by another thread at any time; a task keeps the one it began with.
     """
 
@@ -125,23 +87,25 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         groups, tokens = self.geometry.groups, settings.tokens_per_block
-        self._per_slot = tuple(tokens // group.block_size for group in groups)
+        per_slot = tuple(tokens // group.block_size for group in groups)
         self._group_bytes = tuple(group.rank_bytes(tokens) for group in groups)
-        self._rank_bytes = self.geometry.rank_bytes(settings.tokens_per_block)
+        self._rank_bytes = self.geometry.rank_bytes(tokens)
+        self._pieces = Pieces(per_slot, self._rank_bytes)
         self._clock = clock
         self._device: PagedDevice = _NO_DEVICE
         self._lanes = Lanes[Copied](threads=0)  # none is needed before there is a device
         self._fence: Event | None = None  # of what was launched before this step, once needed
-        self._loads: dict[int, _Task] = {}  # by task id, oldest first
-        self._tasks_of: dict[Handle[Copied], list[_Task]] = {}
-        self._layer_loads: LayerJobs | None = None  # of this step
-        self._layer_saves: LayerJobs | None = None  # of this step
-        self._invalid: set[int] = set()  # device blocks of layerwise loads that have failed
+        self._loads: dict[int, WorkerTask] = {}  # by task id, oldest first
+        self._tasks_of: dict[Handle[Copied], list[WorkerTask]] = {}
+        self._layer_load: LayerLoad | None = None  # of this step
+        self._layer_saves: LayerSaves | None = None  # of this step
+        self._invalid: set[int] = set()  # device blocks of loads at once that have failed
         self._received: set[str] = set()
         self._not_received: set[str] = set()
         self._report = WorkerReport()
         self._idle = False
         self._copy_here = False  # the loads of this step are few, and nothing else is to be done
+        self._has_begun = False  # a step
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's paged tensors; ``ConfigError`` if they are not as planned."""
@@ -151,8 +115,10 @@ class WorkerHalf:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward of *plan* is launched: its loads need not wait for that."""
-        is_needed = plan.loads or (plan.saves and self._settings.layerwise)
-        self._fence = self._device.fence() if is_needed else None
+        self._has_begun = True
+        if not plan.idle:
+            self._device.step_begins()
+        self._fence = self._device.fence() if plan.loads else None
 
     def start_load(self, plan: StepPlan) -> None:
         """Begin the plan's loads (vLLM ``start_load_kv``), and in an idle step its saves.
@@ -166,12 +132,13 @@ class WorkerHalf:
         self._copy_here = plan.idle and is_small and self._device.copies_at_once
         loads: list[_Begin] = []
         for load in plan.loads:
-            task = _Task(load.task_id, load.request_id, deadline, load.device_blocks)
+            task = WorkerTask(
+                load.task_id, load.request_id, deadline, load.device_blocks, at_once=load.at_once
+            )
             self._loads[load.task_id] = task
-            loads.append((task, partial(self._load_pieces, load)))
+            loads.append((task, partial(self._pieces.of_load, load)))
         if loads and self._settings.layerwise:
-            self._layer_loads = self._layer_jobs(loads, plan.server_id)
-            self._layer_loads.start_all()
+            self._layer_load = self._load_by_layer(loads, plan.server_id)
         else:
             for task, pieces in loads:
                 self._start(task, plan.server_id, pieces, self._before_step)
@@ -179,19 +146,32 @@ class WorkerHalf:
             self._start_saves(plan)
 
     def wait_for_layer(self, layer: str) -> None:
-        """Block until this step's loads have filled *layer* (vLLM ``wait_for_layer_load``)."""
-        if self._loads and (jobs := self._layer_loads) is not None:
-            self._wait_for(jobs.of(layer))
+        """See to it that *layer* finds what this step loads (vLLM ``wait_for_layer_load``).
+
+        What the device copies by itself its stream waits for, not this thread.
+        """
+        load = self._layer_load
+        if not self._loads or load is None or load.handle is None:
+            return
+        index = load.index(layer)
+        if not load.gates.wait(index, self._seconds_left()):
+            self._wait_for(load.handle)
+        elif (event := load.gates.event(index)) is not None:
+            try:
+                self._device.follow(event)
+            except KVStrataError:  # the job has the same device, and will say so
+                self._wait_for(load.handle)
 
     def save_layer(self, plan: StepPlan, layer: str) -> None:
         """Begin the plan's saves of *layer*, whose attention has run (vLLM ``save_kv_layer``).
 
-        What they copy was computed by earlier steps, and this one leaves it alone.
+        What they copy was computed by earlier steps, and this one leaves it alone: they run behind
+        the layer so that not all of them begin at once.
         """
         if not plan.saves or not self._settings.layerwise:
             return
         if self._layer_saves is None:
-            self._layer_saves = self._layer_jobs(list(self._saves_of(plan)), plan.server_id)
+            self._layer_saves = self._save_by_layer(list(self._saves_of(plan)), plan.server_id)
         self._layer_saves.start(layer)
 
     def start_save(self, plan: StepPlan) -> None:
@@ -218,8 +198,8 @@ class WorkerHalf:
 
     def _saves_of(self, plan: StepPlan) -> Iterator[_Begin]:
         for save in plan.saves:
-            task = _Task(save.task_id, None, float("inf"), save.device_blocks)
-            yield task, partial(self._save_pieces, save)
+            task = WorkerTask(save.task_id, None, float("inf"), save.device_blocks)
+            yield task, partial(self._pieces_of, save)
 
     def refuse_saves(self, plan: StepPlan, why: str) -> None:
         """Report the plan's saves as failed: its blocks are not what they are named after."""
@@ -233,9 +213,10 @@ class WorkerHalf:
         In an idle step with a load running it waits up to 2 ms for one to end.
         """
         give_up = self._clock() + _IDLE_WAIT_SECONDS
-        if (jobs := self._layer_loads) is not None:
-            self._wait_for(jobs.all())
-            self._layer_loads = None
+        if (load := self._layer_load) is not None:
+            if load.handle is not None:
+                self._wait_for(load.handle)
+            self._layer_load = None
         self._reap()
         while self._idle and self._loads and not self._received:
             if (left := give_up - self._clock()) <= 0 or not self._lanes.wait(left):
@@ -246,7 +227,7 @@ class WorkerHalf:
         return received, failed
 
     def take_invalid_blocks(self) -> set[int]:
-        """Device blocks of layerwise loads that have failed in this step, whole or in part."""
+        """Device blocks of loads at once that have failed in this step, whole or in part."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
@@ -260,9 +241,30 @@ class WorkerHalf:
         if not self._lanes.close(_SHUTDOWN_SECONDS):
             _log.warning("a copy still runs %s s after shutdown", _SHUTDOWN_SECONDS)
 
-    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
-        """Make *mapping* fast to copy from and to: takes seconds, on a thread that has them."""
+    def bring_near(self, mapping: HostMapping) -> None:
+        """Have this worker's share of *mapping* come from the NUMA node of its device.
+
+        That is a wish: where it cannot be had memory comes from anywhere.
+        """
+        node, region = self._device.numa_node, self._settings.region
+        if node is None or not region.saves or len(memory_nodes()) < 2:
+            return
+        try:
+            if bring_near(mapping, region.start_bytes, self._rank_bytes, node):
+                _log.info("host memory for this GPU is taken from its NUMA node, %d", node)
+        except ConfigError as e:
+            _log.info("host memory for this GPU is taken from any NUMA node: %s", e)
+
+    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> bool:
+        """Make *mapping* fast to copy from and to: takes seconds, on a thread that has them.
+
+        Before the first step it does nothing, and returns False: while vLLM records CUDA graphs no
+        thread of the process may ask the driver for memory.
+        """
+        if not self._has_begun:
+            return False
         self._device.pin(mapping, is_over)
+        return True
 
     def let_go(self) -> None:
         """No mapping is in use any more: what was pinned of it is to be unpinned."""
@@ -270,15 +272,15 @@ class WorkerHalf:
 
     def slot_pages(self) -> SlotPages:
         """How the pages of this worker lie in a slot, of a model with one KV cache group."""
-        (group,), (per_slot,) = self.geometry.groups, self._per_slot
+        (group,), (per_slot,) = self.geometry.groups, self._pieces.per_slot
         return SlotPages(self._settings.region.start_bytes, group.page_bytes, per_slot)
 
     def _start(
-        self, task: _Task, server_id: bytes, split: Callable[[], list[_Piece]], after: Event
+        self, task: WorkerTask, server_id: bytes, split: Callable[[], list[Piece]], after: Event
     ) -> None:
         """Submit *task*; if that is impossible it has failed, and is reported as any other."""
         make_job, lane = self._maker(is_save=task.is_save)
-        here = self._copy_here and not task.is_save
+        here = task.at_once or (self._copy_here and not task.is_save)
         begin = self._lanes.run if here else self._lanes.submit
         try:
             slots = self._host_side(server_id)
@@ -296,54 +298,86 @@ class WorkerHalf:
         if task.pending == 0:
             self._finish(task)
 
+    def _pieces_of(self, save: Save) -> list[Piece]:
+        """None where another rank saves the same bytes: this one's share has ended at once."""
+        return self._pieces.of_save(save) if self._settings.region.saves else []
+
     def _maker(self, *, is_save: bool) -> tuple[_MakeJob, Lane]:
         device = self._device
         return (device.save_job, Lane.SAVE) if is_save else (device.load_job, Lane.LOAD)
 
-    def _layer_jobs(self, tasks: list[_Begin], server_id: bytes) -> LayerJobs:
-        """Jobs for all layers of *tasks*, which are all loads or all saves.
+    def _load_by_layer(self, tasks: list[_Begin], server_id: bytes) -> LayerLoad:
+        """One job for all layers of all *tasks*, so that no layer overtakes another."""
+        layers = self.geometry.layers
+        gates = LayerGates(len(layers))
+        parts = self._parts(tasks, server_id)
+        for task, _ in parts:
+            task.pending = 1
+        if not parts:
+            return LayerLoad(layers, gates, None)
+        load = self._device.load_layers_job([part for _, part in parts], self._before_step, gates)
+
+        def job(handle: Handle[Copied]) -> Copied:
+            try:
+                return load(handle)
+            finally:
+                note_doubts(parts)
+                gates.close()
+
+        return LayerLoad(layers, gates, self._submit_shared(job, Lane.LOAD, parts))
+
+    def _save_by_layer(self, tasks: list[_Begin], server_id: bytes) -> LayerSaves:
+        """A job for each layer of all *tasks*, which runs behind what its layer has launched."""
+        layers = self.geometry.layers
+        parts = self._parts(tasks, server_id)
+        # A layer of so many pieces is not more than one piece, behind which a load waits.
+        batches = [parts[i : i + len(layers)] for i in range(0, len(parts), len(layers))]
+        for task in {task.task_id: task for task, _ in parts}.values():
+            task.pending = len(layers) * sum(any(task is t for t, _ in b) for b in batches)
+
+        def submit(layer: int) -> None:
+            launched = self._device.fence()
+            for batch in batches:
+                self._save_layer(layer, batch, launched)
+
+        return LayerSaves(layers, submit)
+
+    def _save_layer(self, layer: int, batch: Parts, after: Event) -> None:
+        save = self._device.save_job
+
+        def job(handle: Handle[Copied]) -> Copied:
+            for task, part in batch:
+                if task.doubt is None:
+                    copy_part(save(part.slots, part.runs, after, layer), part, handle)
+            note_doubts(batch)
+            return Copied.WHOLE
+
+        self._submit_shared(job, Lane.SAVE, batch)
+
+    def _parts(self, tasks: list[_Begin], server_id: bytes) -> Parts:
+        """What *tasks*, which are to share jobs, copy of each layer.
 
         A task with nothing to copy, or that cannot be copied, has ended at once.
         """
-        layers = self.geometry.layers
-        after = self._before_step
-        copies: list[_Copy] = []
+        parts: Parts = []
         for task, split in tasks:
             task.is_shared = True
+            own: Parts = []
             try:
                 slots = self._host_side(server_id)
-                copies += [(task, slots, piece.runs) for piece in split()]
+                own = [(task, Part(slots, piece.runs)) for piece in split()]
             except KVStrataError as e:
                 self._fail(task, e)
-        # A layer of so many pieces of saves is not more than one piece, behind which a load waits.
-        size = len(layers) if tasks and tasks[0][0].is_save else max(1, len(copies))
-        batches = [copies[i : i + size] for i in range(0, len(copies), size)]
-        for task, _ in tasks:
-            task.pending = len(layers) * sum(any(task is t for t, *_ in b) for b in batches)
-            if task.pending == 0:
+            if not own:
                 self._finish(task)
-        return LayerJobs(
-            layers, lambda layer: [self._submit_layer(layer, batch, after) for batch in batches]
-        )
+            parts += own
+        return parts
 
-    def _submit_layer(self, layer: int, batch: "list[_Copy]", after: Event) -> Handle[Copied]:
-        make_job, lane = self._maker(is_save=batch[0][0].is_save)
-
-        def job(handle: Handle[Copied]) -> Copied:
-            for task, slots, runs in batch:
-                if task.doubt is not None:
-                    continue
-                try:
-                    copied = make_job(slots, runs, after, layer)(handle)
-                except Exception as e:  # noqa: BLE001 - thread top: that of one task of several
-                    task.doubt = e
-                else:
-                    if copied is not Copied.WHOLE:  # another layer's doubt is to stay
-                        task.doubt = copied.value
-            return Copied.WHOLE
-
+    def _submit_shared(
+        self, job: Callable[[Handle[Copied]], Copied], lane: Lane, parts: Parts
+    ) -> Handle[Copied]:
         handle = self._lanes.submit(job, lane)
-        tasks = list({task.task_id: task for task, *_ in batch}.values())
+        tasks = list({task.task_id: task for task, _ in parts}.values())
         self._tasks_of[handle] = tasks
         for task in tasks:
             task.jobs.append(handle)
@@ -351,14 +385,15 @@ class WorkerHalf:
             self._end_job(handle)
         return handle
 
-    def _wait_for(self, handles: list[Handle[Copied]]) -> None:
-        """Until *handles* have ended; those that have not by the loads' deadline are stopped."""
+    def _seconds_left(self) -> float:
         deadline = min((task.deadline for task in self._loads.values()), default=0.0)
-        for handle in handles:
-            if self._lanes.wait_for(handle, max(0.0, deadline - self._clock())):
-                continue
+        return max(0.0, deadline - self._clock())
+
+    def _wait_for(self, handle: Handle[Copied]) -> None:
+        """Until *handle* has ended; if it has not by the loads' deadline it is stopped."""
+        if not self._lanes.wait_for(handle, self._seconds_left()):
             self._lanes.cancel(handle)
-            self._lanes.wait_for(handle)  # it copies a page at a time and looks whether to stop
+            self._lanes.wait_for(handle)  # it looks whether to stop between two pieces
 
     def _host_side(self, server_id: bytes) -> RankSlots:
         mapping = self.mapping
@@ -387,13 +422,13 @@ class WorkerHalf:
     def _end_job(self, handle: Handle[Copied]) -> None:
         for task in self._tasks_of.pop(handle):
             task.pending -= 1
-            problem = _problem(handle) if task.doubt is None else task.doubt
+            problem = problem_of(handle) if task.doubt is None else task.doubt
             if problem is not None:
                 self._fail(task, problem, task.jobs.index(handle))
             if task.pending == 0:
                 self._finish(task)
 
-    def _fail(self, task: _Task, problem: object, first: int = 0) -> None:
+    def _fail(self, task: WorkerTask, problem: object, first: int = 0) -> None:
         """Mark *task* failed, say so once, and spare the copies that have not begun.
 
         Those of a save before job *first* go on: what they copy can be kept.
@@ -407,7 +442,7 @@ class WorkerHalf:
             for handle in task.jobs[first if task.is_save else 0 :]:
                 self._lanes.cancel(handle)
 
-    def _finish(self, task: _Task) -> None:
+    def _finish(self, task: WorkerTask) -> None:
         """Put an ended task into the next report."""
         if task.request_id is None:
             self._report.saved[task.task_id] = 1
@@ -418,43 +453,10 @@ class WorkerHalf:
         self._report.load_done[task.task_id] = 1
         if task.failed:
             self._report.load_failed.add(task.task_id)
-        if self._settings.layerwise:  # vLLM waits for no word of it, and asks for bad blocks alone
+        if task.at_once:  # vLLM waits for no word of it, and asks for bad blocks alone
             if task.failed:
                 self._invalid |= {*task.device_blocks} - {NULL_BLOCK}
             return
         self._received.add(task.request_id)
         if task.failed:
             self._not_received.add(task.request_id)
-
-    def _load_pieces(self, load: Load) -> list[_Piece]:
-        return [self._piece(load, 0, len(load.slots))]
-
-    def _save_pieces(self, save: Save) -> list[_Piece]:
-        """In pieces, so that a load need not wait for all of a large save.
-
-        None where another rank saves the same bytes: this one's share has ended at once.
-        """
-        if not self._settings.region.saves:
-            return []
-        if NULL_BLOCK in save.device_blocks:
-            raise InvariantViolated(f"save of a device block that is none: {save.device_blocks}")
-        step = max(1, _SAVE_PIECE_BYTES // self._rank_bytes)
-        return [self._piece(save, i, i + step) for i in range(0, max(1, len(save.slots)), step)]
-
-    def _piece(self, task: Load | Save, first: int, end: int) -> _Piece:
-        """Slots *first* to *end* of *task*."""
-        slots = list(zip(task.slots, task.generations, strict=False))[first:end]
-        per_slot = sum(self._per_slot)
-        last = end * per_slot if end < len(task.slots) else None  # too many are noticed
-        blocks = task.device_blocks[first * per_slot : last]
-        runs = split_runs(blocks, slots, per_slot=self._per_slot, absent=NULL_BLOCK)
-        return _Piece(runs, len(slots))
-
-
-def _problem(handle: Handle[Copied]) -> object | None:
-    """Why the job's copy must not be believed; None if it is whole."""
-    if handle.error is not None:
-        return handle.error
-    if handle.result is Copied.WHOLE:
-        return None
-    return Copied.STALE.value if handle.result is Copied.STALE else Copied.STOPPED.value
