@@ -153,8 +153,8 @@ def measure(kind: str, blocks: list[Block], repetitions: int) -> None:
     for repetition in range(repetitions):
         block = blocks[repetition % len(blocks)]
         for rival in rivals[repetition % len(rivals) :] + rivals[: repetition % len(rivals)]:
-            writes[rival.name].append(seconds(rival.write, memoryview(block)))
-            reads[rival.name].append(seconds(rival.read, memoryview(buffer)))
+            writes[rival.name].append(seconds(rival.write, block.data))
+            reads[rival.name].append(seconds(rival.read, buffer.data))
             kept[rival.name] += rival.kept_bytes()
             signal[rival.name] = min(signal[rival.name], noise_decibels(block, buffer))
     print(f"\n{kind}: {len(blocks)} blocks of {block_bytes / 2**20:.2f} MiB, bf16")

@@ -62,7 +62,7 @@ class Restart:
 def restart(folder: Path, blocks: int) -> Restart:
     """Open a store of *blocks* blocks that a first process has left behind."""
     store = folder / "restart"
-    shape = {"block_bytes": 4096, "capacity_bytes": blocks * 8192}
+    shape: dict[str, Any] = {"block_bytes": 4096, "capacity_bytes": blocks * 8192}
     DiskStore([store], **shape).close()
     superblock, _ = load_superblock(FileSystem(), store)
     puts = np.zeros(blocks, RECORD)

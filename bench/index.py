@@ -383,7 +383,7 @@ def measure_memory(blocks: int, policy: str) -> dict[str, Any]:
     """Every block a branch of its own below one root, in host memory and on disk, and churned."""
     before = resident_bytes()
     index, pool = PrefixIndex(blocks), SlotPool(blocks)
-    make: dict[str, Callable[[], EvictionPolicy]] = {
+    make: dict[str, Callable[[], LRU | S3FIFO | CostAware]] = {
         "LRU": lambda: LRU(blocks),
         "S3-FIFO": lambda: S3FIFO(blocks, blocks, index.fingerprints),
         "cost-aware": lambda: CostAware(blocks, PrefillCost(index.depth, 2000)),

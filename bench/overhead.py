@@ -140,6 +140,8 @@ def throughput(
                 batches.append(Batch(number, operation, name, ran.seconds, tokens, as_meant))
         for member in members.values():
             member.reset()  # room for the next round's prompts, and none of these to be found
+        so_far = [batch for batch in batches if batch.round > 0]
+        print(f"round {number} of {options.rounds}", *shares(so_far), sep="; ", file=sys.stderr)
     return [batch for batch in batches if batch.round > 0]
 
 

@@ -38,8 +38,8 @@ S3_PREFIXES: Final = 100  # into which a bucket may have split by itself, at mos
 MOONCAKE_ROOM: Final = 512 << 30  # that each node gives to the pool
 
 # CPU seconds a GB at the client, measured by bench/remote.py: medians at 4 MiB, 4 threads.
-READ_CPU: Final = {"Valkey": 0.33, "S3": 0.73, "Mooncake, TCP": 2.33}
-WRITE_CPU: Final = {"Valkey": 0.45, "S3": 0.77, "Mooncake, TCP": 2.05}
+READ_CPU: Final = {"Valkey": 0.245, "S3": 0.734, "Mooncake, TCP": 1.902}
+WRITE_CPU: Final = {"Valkey": 0.457, "S3": 0.766, "Mooncake, TCP": 1.895}
 SEARCH_WIDTHS: Final = {"Valkey": 64, "S3": 32, "Mooncake, TCP": 1024}  # keys asked for at once
 
 

@@ -9,8 +9,10 @@ from kvstrata.bench.traffic import Answer
 from kvstrata.bench.workloads.workload import Tier
 
 
-def answer(first: float, cached: int = 0, failure: str | None = None) -> Answer:
-    return Answer(0, 0, 1000, cached, first, [0.1, 0.3], 3, failure)
+def answer(
+    first: float, cached: int = 0, failure: str | None = None, tokens_hash: int | None = None
+) -> Answer:
+    return Answer(0, 0, 1000, cached, first, [0.1, 0.3], 3, failure, tokens_hash)
 
 
 def row(
@@ -121,6 +123,30 @@ def test_an_engine_that_gave_no_answer_has_no_figures() -> None:
     assert figures.failures == 1
     assert figures.first_token_median is None
     assert figures.reused_share is None
+
+
+def test_answers_that_are_other_tokens_than_without_a_connector_are_told() -> None:
+    rows = [
+        row("none", answer(2.0, tokens_hash=7), name="miss, 9 tokens", tier="none"),
+        row("none", answer(2.0, tokens_hash=8), name="miss, 9 tokens", tier="none", round=1),
+        row("native", answer(1.0, tokens_hash=7), name="host hit, 9 tokens", tier="host"),
+        row("native", answer(1.0, tokens_hash=9), name="host hit, 9 tokens", tier="host", round=1),
+        row("native", answer(1.0, tokens_hash=5), name="host hit, 9 tokens", tier="host", round=2),
+    ]
+    results = Results(rows, [], 1.0)
+    (none,) = results.figures("single", "miss, 9 tokens")
+    (native,) = results.figures("single", "host hit, 9 tokens")
+    assert (none.differing, native.differing) == (0, 1)  # nobody else was asked in the last round
+
+
+def test_what_a_killed_server_or_a_dead_engine_has_used_is_not_shown_as_nothing() -> None:
+    killed, dead = row("kvstrata", answer(1.0)), row("lmcache", answer(0.0, failure="dead"))
+    del killed.used["server"]
+    dead.used.clear()
+    kvstrata, lmcache = Results([killed, dead], [], 1.0).figures("chat", "chat")
+    assert kvstrata.cpu_seconds == {"client": 0.1, "engine": 1.0}
+    assert lmcache.cpu_seconds == {}
+    assert (kvstrata.memory_bytes, lmcache.memory_bytes) == (None, None)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.1, 100))

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.bench.engine import _Talk
 from kvstrata.bench.processes import cpu_seconds_of, usage_of
-from kvstrata.bench.record import Measured, Options, Rates, RunFolder
+from kvstrata.bench.record import About, Measured, Options, Rates, RunFolder, this_machine
+from kvstrata.bench.services import versions
+from kvstrata.bench.traffic import Conversation, Turn
 from kvstrata.bench.workloads import NAMES, workloads
 from kvstrata.bench.workloads.workload import Scale
 from kvstrata.core.errors import ConfigError
@@ -51,11 +54,33 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
     folder.append(Rates("single", 0, {}))
     folder.append(measured(0, 1.0))
     file = tmp_path / "measured.jsonl"
-    file.write_bytes(file.read_bytes()[:-9])
+    whole, _, cut = file.read_bytes()[:-9].rpartition(b"\n")
+    assert cut
+    file.write_bytes(whole + b"\n" + cut)
     folder.append(Rates("single", 0, {}))
     folder.append(measured(0, 3.0))
     folder.end_round("single", 0)
     assert [row.seconds for row in folder.measured()] == [3.0]
+
+
+@pytest.mark.parametrize("name", ["options.json", "about.json"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    folder = RunFolder(tmp_path / "run", OPTIONS)
+    folder.describe(About(this_machine("cpu", "0", tmp_path), "a model", 0.5, "none"))
+    (folder.path / name).write_text("{")
+    with pytest.raises(ConfigError, match=f"{name}: nothing that a run has written"):
+        RunFolder(tmp_path / "run", OPTIONS).about()
+
+
+def test_a_changed_source_is_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = this_machine("cpu", "0", tmp_path)
+    assert begun == this_machine("cpu", "0", tmp_path)
+    (tmp_path / "__init__.py").write_text("changed = True")
+    monkeypatch.setattr("kvstrata.__file__", str(tmp_path / "__init__.py"))
+    (difference,) = this_machine("cpu", "0", tmp_path).differences(begun)
+    assert difference.startswith("versions was ")
 
 
 def test_a_line_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -79,6 +104,46 @@ def test_more_rounds_and_other_workloads_go_on(tmp_path: Path) -> None:
     more = RunFolder(tmp_path, Options("quick", ("single", "chat"), ("none",), rounds=7))
     assert more.is_done("single", 0)
     assert not more.is_done("chat", 0)
+
+
+def test_a_run_does_not_go_on_with_other_versions_or_another_binding(tmp_path: Path) -> None:
+    begun = this_machine("cpu", "0,1", tmp_path, {"lmcache": "0.5.6"})
+    folder = RunFolder(tmp_path / "run", OPTIONS)
+    folder.check_machine(begun)  # nothing has been measured
+    folder.describe(About(begun, "a model", 0.5, "none"))
+    folder.check_machine(this_machine("cpu", "0,1", tmp_path, {"lmcache": "0.5.6"}))
+    with pytest.raises(ConfigError, match=r"threads_bind was '0,1' and is '0'\n"):
+        folder.check_machine(this_machine("cpu", "0", tmp_path, {"lmcache": "0.5.6"}))
+    with pytest.raises(ConfigError, match=r"versions was .*0\.5\.6.* and is .*0\.5\.7"):
+        folder.check_machine(this_machine("cpu", "0,1", tmp_path, {"lmcache": "0.5.7"}))
+
+
+def test_the_file_system_of_the_contenders_is_told() -> None:
+    """Where files lie in memory a hit on disk is none."""
+    assert this_machine("cpu", "0", Path("/dev/shm/run")).files == "tmpfs"
+    assert this_machine("cpu", "0", Path("/proc/self")).files == "proc"
+
+
+def test_versions_of_what_stands_beside_are_told(tmp_path: Path) -> None:
+    (tmp_path / "lmcache-9.8.7.dist-info").mkdir()
+    (tmp_path / "lmcache-9.8.7.dist-info" / "METADATA").write_text("Name: lmcache\nVersion: 9.8.7")
+    found = versions(["lmcache", "valkey", None], tmp_path)
+    assert found.pop("lmcache") == "9.8.7"
+    ((program, version),) = found.items()
+    assert program in {"valkey-server", "redis-server"}
+    assert version.split(".")[0].isdigit()
+    assert versions([None, "kvstrata"], tmp_path) == {}
+
+
+def test_turns_behind_one_that_failed_are_failures_too() -> None:
+    talk = _Talk(3, Conversation([Turn([1], 1), Turn([2], 1), Turn([3], 1)]))
+    talk.next_prompt()
+    unasked = talk.given_up()
+    assert [(a.conversation, a.turn, a.failure is None) for a in unasked] == [
+        (3, 1, False),
+        (3, 2, False),
+    ]
+    assert talk.is_over
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """`kvstrata bench`: what it refuses, what it prints of a run, and a run in a real vLLM."""
 
 import json
+import os
+import signal
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from typer.testing import CliRunner
 from kvstrata.bench import services
 from kvstrata.bench.processes import Usage
 from kvstrata.bench.record import About, Machine, Measured, Options, Rates, RunFolder
+from kvstrata.bench.session import Session
 from kvstrata.bench.traffic import Answer
 from kvstrata.cli.main import app
 
@@ -56,7 +61,8 @@ def finished_run(path: Path, *, as_meant: bool) -> list[str]:
     """Of one round in which KVStrata took a quarter of the time; the options to see it again."""
     options = Options("quick", ("single", "chat"), ("none", "kvstrata"), rounds=1)
     folder = RunFolder(path, options)
-    machine = Machine("a processor", 2, 1 << 34, "Linux", {"kvstrata": "0"}, "cpu", "0,1")
+    versions = {"kvstrata": "0"}
+    machine = Machine("a processor", 2, 1 << 34, "Linux", versions, "cpu", "0,1", "ext4")
     folder.describe(About(machine, "a model", 0.5, "none"))
     for workload, name in (("single", "host hit, 1026 tokens"), ("chat", "chat")):
         folder.append(Rates(workload, 0, {"host": 1e9}))
@@ -109,6 +115,51 @@ def test_a_hit_that_was_none_is_a_failure(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, finished_run(tmp_path / "run", as_meant=False))
     assert result.exit_code == 1
     assert "were not the hit or miss that they should be" in result.stdout
+
+
+def test_a_run_that_is_told_to_end_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go(session: Session) -> None:
+        assert session.scratch.is_dir()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)  # it never is over
+
+    monkeypatch.setattr(Session, "go", go)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = CliRunner().invoke(app, ["bench", "--output", str(tmp_path / "run")])
+    assert result.exit_code == 130
+    assert list(tmp_path.glob("kvstrata-bench-*")) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_without_a_terminal_each_round_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go(session: Session) -> None:
+        session.progress.say("chat, round 2: chat")
+        session.progress.advance()
+
+    arguments = finished_run(tmp_path / "run", as_meant=True)
+    monkeypatch.setattr(Session, "go", go)
+    result = CliRunner().invoke(app, [*arguments, "--rounds", "2"])
+    assert result.exit_code == 0, result.output
+    assert "chat, round 2: chat: 3 of 4 rounds\n" in result.stderr
+
+
+def test_a_run_goes_on_in_whatever_order_its_contenders_are_named(tmp_path: Path) -> None:
+    *arguments, _, one, _, other = finished_run(tmp_path / "run", as_meant=True)
+    named = [*("--contender", other), *("--contender", one), *("--contender", one)]
+    result = CliRunner().invoke(app, [*arguments, *named])
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_run_of_another_machine_is_shown_and_not_gone_on_with(tmp_path: Path) -> None:
+    arguments = finished_run(tmp_path / "run", as_meant=True)
+    arguments[arguments.index("--rounds") + 1] = "2"
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "it holds a run of another machine: processor was 'a processor' and is" in result.stderr
 
 
 @pytest.mark.vllm

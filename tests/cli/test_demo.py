@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,10 +184,32 @@ def test_a_fault_ends_the_demo_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("engines")
 def test_an_engine_that_ends_early_ends_the_demo_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_process, "events_of", lambda orders, log: iter([Ready("cpu")]))
+    monkeypatch.setattr(demo_process, "events_of", lambda *_: (each for each in [Ready("cpu")]))
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
     assert "an engine has ended before all prompts were answered" in result.stderr
+
+
+def test_a_demo_that_is_told_to_end_ends_its_engine_and_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    def events(orders: EngineOrders, log: Path) -> Iterator[Event]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield Ready("cpu")
+        finally:
+            ended.append(orders)
+
+    monkeypatch.setattr(demo_process, "events_of", events)
+    monkeypatch.setattr(demo_module, "_check_environment", lambda: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 130
+    assert len(ended) == 1
+    assert os.listdir(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.usefixtures("engines")
@@ -267,7 +290,7 @@ def test_an_engine_and_its_children_end_with_the_demo(child: Path, tmp_path: Pat
     ready = next(reported)
     assert isinstance(ready, Ready)
     worker = int(ready.device)
-    reported.close()  # type: ignore[attr-defined]  # it is a generator
+    reported.close()
     until(lambda: has_ended(worker), 10, tmp_path / "log")
 
 

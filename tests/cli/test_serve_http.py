@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from tests.caches import eventually
 from tests.cli.processes import kvstrata, running, until
+from tests.ports import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -29,9 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path, tiny_llama: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = [str(tiny_llama), "--host-size", "64MiB", "--blend"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
     arguments += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"]
@@ -39,7 +37,8 @@ def url(folder: Path, tiny_llama: Path) -> Iterator[str]:
     arguments += ["--enable-prompt-tokens-details"]
     arguments += ["--num-gpu-blocks-override", str(DEVICE_BLOCKS)]
     log = folder / "vllm.log"
-    with running("serve", *arguments, log=log, env={"TMPDIR": str(folder)}) as process:
+    patient = {"TMPDIR": str(folder), "KVSTRATA_LOOKUP_TIMEOUT_SECONDS": "30"}
+    with running("serve", *arguments, log=log, env=patient) as process:
         address = f"http://127.0.0.1:{port}"
         until(lambda: process.poll() is not None or is_healthy(address), 300, log)
         assert process.poll() is None, log.read_text(errors="replace")[-4000:]

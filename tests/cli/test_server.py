@@ -11,6 +11,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from tests.cli.processes import kvstrata, running, until
 from tests.cli.traffic import BLOCK_BYTES, NAMESPACE, engine, save, serving, unknown
+from tests.ports import free_port
 
 from kvstrata.core.types import BLOCK_KEY_BYTES
 from kvstrata.server.client import ManagerClient
@@ -400,8 +401,7 @@ def test_an_address_that_is_none_is_refused(place: Path) -> None:
 
 
 def test_metrics_are_served_and_the_log_is_json_if_that_is_asked_for(place: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        address = f"127.0.0.1:{found.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     options = ("--host-size", "4MiB", "--metrics", address, "--log-format", "json")
     with serving(place, *options) as path, engine(path) as client:
         save_some(client, 3)

@@ -57,13 +57,18 @@ CONTENDERS: Final = {
         remark="its device cache holds everything: what no cache outside the device can be ahead of",
     ),
     "kvstrata": Contender("KVStrata", "host"),
+    "kvstrata-blockwise": Contender("KVStrata, blockwise", "host"),
     "kvstrata-layerwise": Contender("KVStrata, layerwise", "host"),
     "kvstrata-attached": Contender("KVStrata, attached server", "host", "kvstrata"),
     "kvstrata-disk": Contender("KVStrata, disk", "disk"),
     "kvstrata-remote": Contender("KVStrata, Valkey", "remote", "valkey"),
     "kvstrata-blend": Contender("KVStrata, blended", "host", blends=True),
     "native": Contender("vLLM tiering", "host"),
-    "native-disk": Contender("vLLM tiering, fs", "disk", remark="reads through the page cache"),
+    "native-disk": Contender(
+        "vLLM tiering, fs",
+        "disk",
+        remark="reads past the page cache, too, where the file system can, and checks nothing",
+    ),
     # It stores no more than the first step computes (max_num_batched_tokens), and the engine dies
     # of the load.
     "example": Contender(
@@ -83,6 +88,7 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
     host, small_host = f"host:{d.host_bytes}", f"host:{d.small_host_bytes}"
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "kvstrata": lambda: _kvstrata(tiers=host),
+        "kvstrata-blockwise": lambda: _kvstrata(tiers=host, load_mode="blockwise"),
         "kvstrata-layerwise": lambda: _kvstrata(tiers=host, load_mode="layerwise"),
         "kvstrata-attached": lambda: _kvstrata(server="attached", socket=f"{d.folder}/server.sock"),
         "kvstrata-disk": lambda: _kvstrata(tiers=f"{small_host} | disk:{disk}:{d.disk_bytes}"),

@@ -10,6 +10,8 @@ import socket
 import sys
 import threading
 import time
+import zlib
+from array import array
 from collections import deque
 from itertools import pairwise
 from typing import IO, Any, Final
@@ -47,12 +49,9 @@ class Engine:
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._engine, self._device = _start(deployment)
+        self._engine = _start(deployment)
         self._requests = 0
         self._server: ManagerClient | None = None
-
-    def ready(self) -> Ready:
-        return Ready(self._device, self._server_pids())
 
     async def run(self, traffic: Traffic) -> Ran:
         began = time.perf_counter()
@@ -69,14 +68,14 @@ class Engine:
         tasks += [self._take_turns(waiting, traffic.blend, answers) for _ in range(traffic.users)]
         await asyncio.gather(*tasks)
         answers.sort(key=lambda answer: (answer.conversation, answer.turn))
-        return Ran(time.perf_counter() - began, answers)
+        return Ran(time.perf_counter() - began, answers, self._engine.errored)
 
     async def _keep_time(
         self, talk: "_Talk", due: float, blend: bool, answers: list[Answer]
     ) -> None:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         while not talk.is_over:
-            answers.append(await self._ask(talk, due, blend))
+            answers += await self._ask(talk, due, blend)
             due = time.perf_counter()
 
     async def _take_turns(
@@ -84,11 +83,12 @@ class Engine:
     ) -> None:
         while waiting:
             talk = waiting.popleft()
-            answers.append(await self._ask(talk, time.perf_counter(), blend))
+            answers += await self._ask(talk, time.perf_counter(), blend)
             if not talk.is_over:
                 waiting.append(talk)
 
-    async def _ask(self, talk: "_Talk", asked: float, blend: bool) -> Answer:
+    async def _ask(self, talk: "_Talk", asked: float, blend: bool) -> list[Answer]:
+        """The answer of the next turn; if it fails, the failures of those behind it, too."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -118,19 +118,21 @@ class Engine:
             failure = f"no answer in {ANSWER_SECONDS:.0f} s"
         except Exception as e:  # noqa: BLE001 - whatever an engine dies of is what is measured
             failure = f"{type(e).__name__}: {e}"
-        if failure or not times:
-            talk.give_up()
-            times = times or [time.perf_counter()]
-        return Answer(
+        if not times:
+            failure = failure or "it ended without an answer"
+            times = [time.perf_counter()]
+        answer = Answer(
             talk.number,
             talk.turn - 1,
             len(prompt),
             cached,
             times[0] - asked,
             [round(later - sooner, 6) for sooner, later in pairwise(times)],
-            talk.heard,
+            len(talk.heard),
             failure,
+            zlib.crc32(array("q", talk.heard)),
         )
+        return [answer, *(talk.given_up() if failure else ())]
 
     async def reset(self) -> WasReset:
         return WasReset(bool(await self._engine.reset_prefix_cache()))
@@ -139,6 +141,7 @@ class Engine:
         """Of KVStrata's server, if it answers."""
         if not self._deployment.contender.startswith("kvstrata"):
             return Counted(Counters())
+        servers = self._server_pids()
         try:
             self._server = self._server or observe(self._socket())
             report = self._server.stats()
@@ -146,7 +149,7 @@ class Engine:
             self._leave_server()
             report = None
         if report is None:
-            return Counted(Counters())
+            return Counted(Counters(), servers)
         moved = {f"{o.tier} {o.operation}": o.moved_bytes for o in report.operations}
         loaded = (c for n, c in report.counters.items() if n.startswith(_LOADED_BYTES))
         moved["host read"] = sum(loaded)
@@ -155,12 +158,7 @@ class Engine:
             moved["host write"] = saved * report.tiers[0].block_bytes
         tiers = ("disk", "remote")
         promoted = {tier: report.counters.get(_PROMOTED.format(tier), 0) for tier in tiers}
-        waiting = bool(
-            report.running_puts
-            or report.running_gets
-            or any(tier.waiting_blocks for tier in report.tiers)
-        )
-        return Counted(Counters(moved, promoted, waiting))
+        return Counted(Counters(moved, promoted, not report.is_at_rest), servers)
 
     def close(self) -> None:
         self._leave_server()
@@ -172,11 +170,11 @@ class Engine:
         self._server = None
 
     def _server_pids(self) -> list[int]:
-        if not self._deployment.contender.startswith("kvstrata"):
-            return []
+        """Of the one that listens now: an engine replaces its own when that was killed."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.connect(str(self._socket()))
-            return [peer_of(probe).pid]  # of whoever listens
+            if probe.connect_ex(str(self._socket())):
+                return []
+            return [peer_of(probe).pid]
 
     def _socket(self) -> Any:
         if self._deployment.contender == "kvstrata-attached":
@@ -190,7 +188,7 @@ class _Talk:
     def __init__(self, number: int, conversation: Conversation) -> None:
         self.number = number
         self.turn = 0  # the next one
-        self.heard = 0  # tokens of the last answer
+        self.heard: list[int] = []  # tokens of the last answer
         self._turns = conversation.turns
         self._said: list[int] = []
 
@@ -201,19 +199,23 @@ class _Talk:
     def next_prompt(self) -> tuple[list[int], int]:
         turn = self._turns[self.turn]
         self.turn += 1
-        self.heard = 0
+        self.heard = []
         self._said += turn.tokens
         return list(self._said), turn.answer_tokens
 
     def hear(self, tokens: Any) -> None:
         self._said += tokens
-        self.heard += len(tokens)
+        self.heard += tokens
 
-    def give_up(self) -> None:
+    def given_up(self) -> list[Answer]:
+        """End it: one failure for each turn that nobody will ask any more."""
+        unasked = range(self.turn, len(self._turns))
         self.turn = len(self._turns)
+        why = "an answer before it failed"
+        return [Answer(self.number, turn, 0, 0, 0.0, [], 0, why) for turn in unasked]
 
 
-def _start(deployment: Deployment) -> tuple[Any, str]:
+def _start(deployment: Deployment) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -240,7 +242,7 @@ def _start(deployment: Deployment) -> tuple[Any, str]:
         disable_log_stats=True,
         **{name: value for name, value in optional.items() if value is not None},
     )
-    return AsyncLLM.from_engine_args(arguments), device
+    return AsyncLLM.from_engine_args(arguments)
 
 
 async def _serve(deployment: Deployment, orders: IO[bytes], replies: IO[bytes]) -> None:
@@ -268,7 +270,7 @@ async def _serve(deployment: Deployment, orders: IO[bytes], replies: IO[bytes]) 
             loop.call_soon_threadsafe(lines.put_nowait, line)
         loop.call_soon_threadsafe(lines.put_nowait, b"")
 
-    reply(engine.ready())
+    reply(Ready())
     threading.Thread(target=read, daemon=True).start()
     try:
         async with asyncio.TaskGroup() as group:  # what fails ends this too

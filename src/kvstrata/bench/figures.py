@@ -29,6 +29,7 @@ class Figures:
     contender: str
     answers: int
     failures: int
+    differing: int  # answers that are other tokens than those of no connector in the same round
     not_as_meant: int  # steps that were another hit than they should be: they count nowhere else
     first_token_median: float | None
     first_token_least: float | None
@@ -39,10 +40,10 @@ class Figures:
     tokens_per_second: float | None  # of prompts and answers; not of prompts one by one
     goodput: float | None  # answers a second whose first token came in time
     reused_share: float | None  # of the tokens of prompts
-    cpu_seconds: dict[Role, float]  # per request
+    cpu_seconds: dict[Role, float]  # per request; without those of whom it is not known
     moved_bytes: dict[str, float]  # per request
     disk_bytes: float  # per request, read and written, as the kernel counts
-    memory_bytes: int  # the most, all processes together
+    memory_bytes: int | None  # the most, all processes together
     to_cold: float | None  # ratios are medians of ratios within one round
     to_best_peer: float | None
     best_peer: str
@@ -98,6 +99,7 @@ class Results:
             contender=name,
             answers=len(answers),
             failures=sum(a.failure is not None for row in valid for a in row.answers),
+            differing=sum(self._differing(row) for row in valid),
             not_as_meant=len(rows) - len(valid),
             first_token_median=_of_some(statistics.median, firsts),
             first_token_least=_of_some(min, firsts),
@@ -108,10 +110,7 @@ class Results:
             tokens_per_second=None if one_by_one else _share(all_tokens, seconds),
             goodput=None if one_by_one else _share(in_time, seconds),
             reused_share=_share(sum(answer.cached_tokens for answer in answers), prompt_tokens),
-            cpu_seconds={
-                role: sum(row.used[role].cpu_seconds for row in valid if row.used) / asked
-                for role in ROLES
-            },
+            cpu_seconds=_cpu_seconds(valid),
             moved_bytes={
                 what: sum(row.moved_bytes.get(what, 0) for row in valid) / asked
                 for what in sorted({what for row in valid for what in row.moved_bytes})
@@ -121,7 +120,12 @@ class Results:
             )
             / asked,
             memory_bytes=max(
-                (sum(use.memory_bytes for use in row.used.values()) for row in valid), default=0
+                (
+                    sum(use.memory_bytes for use in row.used.values())
+                    for row in valid
+                    if row.used.keys() == set(ROLES)
+                ),
+                default=None,
             ),
             to_cold=self._to_cold(workload, step, name),
             to_best_peer=to_peer,
@@ -130,13 +134,24 @@ class Results:
             limit=limit,
         )
 
+    def _differing(self, row: Measured) -> int:
+        """Of what no connector was not asked there is nothing to compare with."""
+        cold = self._rows.get((row.workload, _cold_step(row)), {}).get("none", ())
+        meant = {
+            (answer.conversation, answer.turn): answer.tokens_hash
+            for other in cold
+            if other.round == row.round
+            for answer in _answered(other)
+        }
+        return sum(
+            answer.tokens_hash != meant.get((answer.conversation, answer.turn), answer.tokens_hash)
+            for answer in _answered(row)
+        )
+
     def _to_cold(self, workload: str, step: str, name: str) -> float | None:
         """To the first token beside computing all of it, in the same round."""
-        rows = self._rows[workload, step][name]
-        if rows[0].tier is None:
-            return self._ratio(workload, (step, name), (step, "none"))
-        length = step.rpartition(", ")[2]
-        return self._ratio(workload, (step, name), (f"miss, {length}", "none"))
+        cold = _cold_step(self._rows[workload, step][name][0])
+        return self._ratio(workload, (step, name), (cold, "none"))
 
     def _best_peer(self, workload: str, step: str, name: str) -> tuple[str, float | None]:
         """The peer that was soonest at this step, and how this contender compares to it."""
@@ -197,6 +212,22 @@ class Results:
             if row.as_meant or row.tier is None:
                 firsts.setdefault(row.round, []).extend(map(_first, _answered(row)))
         return {number: statistics.median(times) for number, times in firsts.items() if times}
+
+
+def _cold_step(row: Measured) -> str:
+    """In which the same was computed: of hits of one prompt its miss."""
+    return row.name if row.tier is None else f"miss, {row.name.rpartition(', ')[2]}"
+
+
+def _cpu_seconds(rows: list[Measured]) -> dict[Role, float]:
+    """Per request, of the steps of which it is known."""
+    spent: dict[Role, float] = {}
+    for role in ROLES:
+        known = [row for row in rows if role in row.used]
+        asked = sum(len(row.answers) for row in known)
+        if asked:
+            spent[role] = sum(row.used[role].cpu_seconds for row in known) / asked
+    return spent
 
 
 def _answered(row: Measured) -> list[Answer]:

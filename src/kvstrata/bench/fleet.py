@@ -32,7 +32,7 @@ from kvstrata.bench.traffic import (
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.load import ENVIRONMENT_PREFIX
 
-__all__ = ["EngineFailed", "Member", "environment"]
+__all__ = ["EngineFailed", "Member", "environment", "remove_leftovers"]
 
 R = TypeVar("R", bound=Reply)
 
@@ -58,7 +58,6 @@ class Member:
 
     def __init__(self, name: str, deployment: Deployment, environment: Mapping[str, str]) -> None:
         self.name = name
-        self.device = ""
         self._deployment = deployment
         self._environment = dict(environment)
         self._log = Path(deployment.folder, "engine.log")
@@ -73,9 +72,7 @@ class Member:
             raise
 
     def wait_ready(self) -> None:
-        reply = self._receive(_START_SECONDS, Ready)
-        self.device = reply.device
-        self._server_pids = reply.server_pids
+        self._receive(_START_SECONDS, Ready)
 
     def run(self, traffic: Traffic) -> Ran:
         self.begin(traffic)
@@ -86,10 +83,14 @@ class Member:
         self._send(Run(traffic))
 
     def end(self) -> Ran:
-        return self._receive(_RUN_SECONDS, Ran)
+        ran = self._receive(_RUN_SECONDS, Ran)
+        self._engine_died |= ran.engine_died
+        return ran
 
     def counters(self) -> Counters:
-        return self._call(Ask("counters"), Counted).counters
+        counted = self._call(Ask("counters"), Counted)
+        self._server_pids = counted.server_pids
+        return counted.counters
 
     def reset(self) -> None:
         """Empty the device's prefix cache; saves may hold blocks for a moment."""
@@ -119,9 +120,16 @@ class Member:
         return self._deployment.port
 
     @property
-    def server_pids(self) -> list[int]:
-        service = [self._service.pid] if self._service is not None else []
-        return list({*service, *self._server_pids})
+    def server_pids(self) -> set[int]:
+        """As they were when ``counters`` was asked last; a service that has ended is none."""
+        service = self._service
+        living = [] if service is None or service.poll() is not None else [service.pid]
+        return {*living, *self._server_pids}
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing is answered until it is started again."""
+        return self._engine_died or self._process.poll() is not None
 
     def usage(self) -> dict[Role, Usage]:
         return usage_of(self._process.pid, self.server_pids)
@@ -137,6 +145,13 @@ class Member:
                 return
             before = now
 
+    def hang_up(self) -> None:
+        """Have the engine end; ``close`` waits for it. Several end in the time of one."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
     def close(self) -> None:
         self._stop()
         self._end_service()
@@ -150,6 +165,7 @@ class Member:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._buffer = b""
+        self._engine_died = False
         with self._log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "kvstrata.bench.engine"],
@@ -164,15 +180,17 @@ class Member:
 
     def _stop(self) -> None:
         process = self._process
-        for pipe in (process.stdin, process.stdout):
-            if pipe:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
+        self._kill()
+        remove_leftovers(self._deployment.engine_id)
+
+    def _kill(self) -> None:
+        """The engine, and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _end_service(self) -> None:
         if self._service is None:
@@ -207,6 +225,7 @@ class Member:
             left = give_up - time.monotonic()
             readable, _, _ = select.select([descriptor], [], [], max(0.0, left))
             if not readable:
+                self._kill()  # or what it answers later would be taken for the next answer
                 raise self._failure(f"has not answered in {timeout_seconds:.0f} s")
             data = os.read(descriptor, 1 << 20)
             if not data:
@@ -220,7 +239,16 @@ class Member:
     def _failure(self, what: str) -> EngineFailed:
         with self._log.open(errors="replace") as lines:
             tail = "".join(deque(lines, maxlen=_SHOWN_LINES))
-        return EngineFailed(f"the engine of {self.name!r} {what}; its messages end:\n{tail}")
+        return EngineFailed(
+            f"the engine of {self.name!r} {what}; its messages end:\n{tail}",
+            hint="give the command again, and it goes on behind what is measured; or leave this one "
+            "out, with --contender and another --output",
+        )
+
+
+def remove_leftovers(engine_id: str) -> None:
+    """Host memory of vLLM's tiering, which has a name and stays if its engine is killed."""
+    Path(f"/dev/shm/vllm_offload_{engine_id}.mmap").unlink(missing_ok=True)
 
 
 def environment(lmcache: Path | None) -> dict[str, str]:
@@ -237,6 +265,7 @@ def environment(lmcache: Path | None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "LMCACHE_LOG_LEVEL": "WARNING",
         "LMCACHE_TRACK_USAGE": "false",
     }
     inherited = {

@@ -12,6 +12,7 @@ _COLUMNS = 4
 
 def draw(path: Path, results: Results, workload: str) -> None:
     """Write bars of medians, with whiskers from the least to the 99th percentile."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     steps = results.steps(workload)
@@ -19,7 +20,8 @@ def draw(path: Path, results: Results, workload: str) -> None:
     columns = min(len(steps), _COLUMNS)
     figure = Figure(figsize=(1.5 + 3.6 * columns, 3.2 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    colors = {name: f"C{number % 10}" for number, name in enumerate(CONTENDERS)}
+    twenty = colormaps["tab20"]
+    colors = {name: twenty(number) for number, name in enumerate(CONTENDERS)}
     for panel, step in zip(panels, steps, strict=False):
         shown = [f for f in results.figures(workload, step) if f.first_token_median is not None]
         medians = [1e3 * (f.first_token_median or 0.0) for f in shown]

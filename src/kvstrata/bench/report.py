@@ -55,7 +55,7 @@ def markdown(folder: RunFolder) -> str:
 
 
 _TIME_TITLES = (
-    *("answers", "failed", "first token: median ms", "least", "p99", "longest"),
+    *("answers", "failed", "differ", "first token: median ms", "least", "p99", "longest"),
     *("/ cold", "/ best peer", "/ limit"),
 )
 _COST_TITLES = (
@@ -84,8 +84,8 @@ def _head(about: About) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     return (
         f"{machine.cores} cores of {machine.processor}, {human_bytes(machine.memory_bytes)}, "
-        f"{machine.device}; {machine.system}; {versions}. {about.model}. Threads bound to cores "
-        f"{machine.threads_bind} for all. A prompt of {COLD_TOKENS} new tokens takes "
+        f"{machine.device}, files on {machine.files}; {machine.system}; {versions}. {about.model}. "
+        f"Threads bound to cores {machine.threads_bind} for all. A prompt of {COLD_TOKENS} new tokens takes "
         f"{about.cold_seconds * 1e3:.0f} ms with {CONTENDERS[about.cold_contender].title}; a first "
         f"token is in time within {_IN_TIME:g} times that."
     )
@@ -94,8 +94,8 @@ def _head(about: About) -> str:
 def _times(f: Figures) -> list[str]:
     firsts = (f.first_token_median, f.first_token_least, f.first_token_p99, f.first_token_most)
     peer = "" if f.to_best_peer is None else f"{f.to_best_peer:.2f} ({f.best_peer})"
-    failed = str(f.failures) if f.failures else ""
-    return [str(f.answers), failed, *map(_ms, firsts), _ratio(f.to_cold), peer, _ratio(f.to_limit)]
+    counts = [str(f.answers), *(str(count or "") for count in (f.failures, f.differing))]
+    return [*counts, *map(_ms, firsts), _ratio(f.to_cold), peer, _ratio(f.to_limit)]
 
 
 def _costs(f: Figures) -> list[str]:
@@ -106,8 +106,8 @@ def _costs(f: Figures) -> list[str]:
     files = human_bytes(int(f.disk_bytes)) if f.disk_bytes else ""
     return [
         *(_ms(f.gap_median), _ms(f.gap_p99), rate, goodput, reused),
-        *(_ms(f.cpu_seconds[role]) for role in ("engine", "client", "server")),
-        *(moved, files, human_bytes(f.memory_bytes)),
+        *(_ms(f.cpu_seconds.get(role)) for role in ("engine", "client", "server")),
+        *(moved, files, "" if f.memory_bytes is None else human_bytes(f.memory_bytes)),
     ]
 
 

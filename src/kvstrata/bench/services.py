@@ -1,21 +1,25 @@
 """Servers that contenders need beside the engine: they outlive it."""
 
+import ctypes
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
 from kvstrata.bench.contenders import Deployment, Service
 from kvstrata.core.errors import ConfigError, KVStrataError
 
-__all__ = ["ServiceFailed", "find_valkey", "free_port", "start_service"]
+__all__ = ["ServiceFailed", "find_valkey", "free_port", "start_service", "versions"]
 
 _START_SECONDS: Final = 120.0  # LMCache imports torch
 _POLL_SECONDS: Final = 0.1
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 class ServiceFailed(KVStrataError):
@@ -27,6 +31,19 @@ class ServiceFailed(KVStrataError):
 def find_valkey() -> str | None:
     """A Valkey or Redis server that can be started."""
     return shutil.which("valkey-server") or shutil.which("redis-server")
+
+
+def versions(services: Container[Service | None], lmcache: Path | None) -> dict[str, str]:
+    """Of those of *services* that are not KVStrata's. Redis takes the place of Valkey."""
+    found: dict[str, str] = {}
+    if "lmcache" in services and lmcache is not None:
+        found |= {d.name: d.version for d in distributions(name="lmcache", path=[str(lmcache)])}
+    program = find_valkey() if "valkey" in services else None
+    if program is not None:
+        command = [program, "--version"]
+        said = subprocess.check_output(command, text=True, timeout=10)  # it prints a line
+        found[Path(program).name] = said.partition(" v=")[2].partition(" ")[0]
+    return found
 
 
 def free_port() -> int:
@@ -42,6 +59,7 @@ def start_service(
     folder = Path(deployment.folder)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{service}.log"
+    libc = ctypes.CDLL(None)
     with log.open("wb") as messages:
         process = subprocess.Popen(
             _COMMANDS[service](deployment),
@@ -51,6 +69,8 @@ def start_service(
             stderr=messages,
             cwd=folder,
             start_new_session=True,
+            # Killed with this process, also where that is killed.
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one system call
         )
     give_up = time.monotonic() + _START_SECONDS
     while not _listens(service, deployment):
@@ -58,7 +78,10 @@ def start_service(
             process.kill()
             process.wait()
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-            raise ServiceFailed(f"{service} has not started; its messages end:\n{tail}")
+            raise ServiceFailed(
+                f"{service} has not started; its messages end:\n{tail}",
+                hint="name the contenders that can run, with --contender and another --output",
+            )
         time.sleep(_POLL_SECONDS)  # until the deadline above
     return process
 

@@ -3,7 +3,7 @@
 import os
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -14,7 +14,7 @@ from kvstrata.bench.limits import measure_rates
 from kvstrata.bench.models import Model
 from kvstrata.bench.processes import Role, Usage
 from kvstrata.bench.profiles import PROFILES
-from kvstrata.bench.record import About, Measured, Options, Rates, RunFolder, this_machine
+from kvstrata.bench.record import About, Machine, Measured, Options, Rates, RunFolder
 from kvstrata.bench.services import free_port
 from kvstrata.bench.traffic import Answer, Conversation, Counters, Ran, Traffic, Turn
 from kvstrata.bench.workloads import workloads
@@ -78,33 +78,39 @@ class Session:
     folder: RunFolder
     options: Options
     model: Model
+    machine: Machine
     scratch: Path
     progress: Progress
 
     def go(self) -> None:
+        """Raises ``ConfigError`` if something is left to do of a run of another machine."""
         made = workloads(Path(self.options.trace) if self.options.trace else None)
         fleet: dict[str, Member] = {}
         try:
             for name in self.options.workloads:
                 rounds = range(rounds_of(self.options, name))
                 numbers = [number for number in rounds if not self.folder.is_done(name, number)]
-                if numbers:
-                    wanted = [n for n in made[name].contenders if n in self.options.contenders]
-                    self._man(fleet, wanted, name)
-                    scale = self._scale(fleet)
-                    self._warm_up(fleet.values(), scale)
+                wanted = [n for n in made[name].contenders if n in self.options.contenders]
                 for number in numbers:
+                    self.folder.check_machine(self.machine)
+                    started = self._man(fleet, wanted, name)
+                    scale = self._scale()
+                    self._warm_up(fleet.values() if number == numbers[0] else started, scale)
+                    if self.folder.about() is None:
+                        scale = self._describe(next(iter(fleet.values())), scale)
                     self._round(name, made[name], number, list(fleet.values()), scale)
         finally:
-            for member in fleet.values():
-                member.close()
+            _end(fleet.values())
 
-    def _man(self, fleet: dict[str, Member], wanted: Sequence[str], workload: str) -> None:
-        """End the engines that *workload* does not need, and start those that it lacks."""
-        for name in [name for name in fleet if name not in wanted]:
-            fleet.pop(name).close()
+    def _man(self, fleet: dict[str, Member], wanted: Sequence[str], workload: str) -> list[Member]:
+        """End the engines that *workload* does not need, and start those that it lacks, be it that
+        they have died of what they were asked before.
+        """
+        left = [n for n, member in fleet.items() if n not in wanted or member.has_ended]
+        _end([fleet.pop(name) for name in left])
         lacking = [name for name in wanted if name not in fleet]
-        self.progress.say(f"{workload}: starting {len(lacking)} engines")
+        if lacking:
+            self.progress.say(f"{workload}: starting {len(lacking)} engines")
         variables = environment(Path(self.options.lmcache) if self.options.lmcache else None)
         for name in lacking:
             longest = max(PROFILES[self.options.profile].prompt_tokens)
@@ -112,12 +118,13 @@ class Session:
             fleet[name] = Member(name, plan, variables)
         for name in lacking:
             fleet[name].wait_ready()
+        return [fleet[name] for name in lacking]
 
-    def _scale(self, fleet: dict[str, Member]) -> Scale:
-        """With the time of a cold prompt, as the first contender takes it now."""
+    def _scale(self) -> Scale:
+        """With the time of a cold prompt, once it was measured."""
         profile = PROFILES[self.options.profile]
         about = self.folder.about()
-        scale = Scale(
+        return Scale(
             prompt_tokens=profile.prompt_tokens,
             users=profile.users,
             rates=profile.rates,
@@ -127,14 +134,12 @@ class Session:
             most_tokens=self.model.most_tokens,
             cold_seconds=about.cold_seconds if about else _ONE_SECOND,
         )
-        if about is None:
-            first = next(iter(fleet.values()))
-            cold = min(_first_token(first, scale, number) for number in range(_COLD_TIMES))
-            bind = environment(None)["VLLM_CPU_OMP_THREADS_BIND"]
-            machine = this_machine(first.device, bind)
-            self.folder.describe(About(machine, self.model.title, cold, first.name))
-            scale = replace(scale, cold_seconds=cold)
-        return scale
+
+    def _describe(self, first: Member, scale: Scale) -> Scale:
+        """With the time that *first* takes for a cold prompt now, in use as all are that are timed."""
+        cold = min(_first_token(first, scale, number) for number in range(_COLD_TIMES))
+        self.folder.describe(About(self.machine, self.model.title, cold, first.name))
+        return replace(scale, cold_seconds=cold)
 
     def _warm_up(self, fleet: Iterable[Member], scale: Scale) -> None:
         """So that no contender is asked for the first time when it counts."""
@@ -191,6 +196,13 @@ class _Taken:
         )
 
 
+def _end(members: Collection[Member]) -> None:
+    for member in members:
+        member.hang_up()
+    for member in members:
+        member.close()
+
+
 def _can_take(member: Member, step: Step) -> bool:
     if step.tier in {None, "none", "device"}:
         return True
@@ -199,7 +211,9 @@ def _can_take(member: Member, step: Step) -> bool:
 
 def _first_token(member: Member, scale: Scale, seed: int) -> float:
     prompt = tokens(random.Random(seed), scale, COLD_TOKENS)
-    return member.run(one_prompt(prompt)).answers[0].first_token_seconds
+    seconds = member.run(one_prompt(prompt)).answers[0].first_token_seconds
+    member.settle()
+    return seconds
 
 
 def _take(member: Member, step: Step, scale: Scale) -> _Taken:
@@ -223,7 +237,8 @@ def _take_alive(member: Member, step: Step, scale: Scale) -> _Taken:
         member.restart()
     # An engine in use: not one whose code has left the caches of the processor.
     member.run(Traffic([Conversation([Turn(tokens(random.Random(), scale, _WARM_TOKENS), 1)])]))
-    before, counted_before = member.usage(), member.counters()
+    counted_before = member.counters()
+    servers, before = member.server_pids, member.usage()
     member.begin(step.traffic)
     if step.kill_server_seconds is not None:
         time.sleep(step.kill_server_seconds)
@@ -232,6 +247,8 @@ def _take_alive(member: Member, step: Step, scale: Scale) -> _Taken:
     member.settle()
     counted = member.counters()
     used = {role: _since(before[role], now) for role, now in member.usage().items()}
+    if member.server_pids != servers:  # it was killed, and took what it had used with it
+        del used["server"]
     moved = {
         what: count - counted_before.moved_bytes.get(what, 0)
         for what, count in counted.moved_bytes.items()
@@ -244,7 +261,7 @@ def _take_alive(member: Member, step: Step, scale: Scale) -> _Taken:
 
 
 def _since(before: Usage, now: Usage) -> Usage:
-    """What was used between the two; of processes that were ended meanwhile nothing is known."""
+    """What was used between the two, by the same processes."""
     return Usage(
         max(0.0, now.cpu_seconds - before.cpu_seconds),
         now.memory_bytes,

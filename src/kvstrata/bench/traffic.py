@@ -53,6 +53,7 @@ class Answer(msgspec.Struct, frozen=True):
     gap_seconds: list[float]  # between one output of tokens and the next
     answer_tokens: int
     failure: str | None = None  # why there is no answer
+    tokens_hash: int | None = None  # equal for equal tokens; None: not kept
 
 
 class Counters(msgspec.Struct, frozen=True):
@@ -75,13 +76,13 @@ Order = Run | Ask
 
 
 class Ready(msgspec.Struct, tag=True):
-    device: str
-    server_pids: list[int]  # KVStrata's own server, which does not descend from the engine
+    """It can be asked."""
 
 
 class Ran(msgspec.Struct, tag=True):
     seconds: float
     answers: list[Answer]
+    engine_died: bool = False  # of this or before: nothing more will be answered
 
 
 class WasReset(msgspec.Struct, tag=True):
@@ -90,6 +91,7 @@ class WasReset(msgspec.Struct, tag=True):
 
 class Counted(msgspec.Struct, tag=True):
     counters: Counters
+    server_pids: list[int] = []  # of KVStrata's own, which does not descend from the engine
 
 
 Reply = Ready | Ran | WasReset | Counted

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstrata.cli.reporting import JsonFlag, reported
+from kvstrata.cli.reporting import JsonFlag, ending_in_order, reported
 from kvstrata.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstrata.bench.models import Model
-    from kvstrata.bench.record import Options, RunFolder
+    from kvstrata.bench.record import Machine, Options, RunFolder
     from kvstrata.bench.session import Progress
 
 __all__ = ["bench"]
@@ -34,7 +34,10 @@ def bench(  # noqa: PLR0913 - each is an option
     ] = None,
     contender: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this one; repeatable. Unset: all that can run."),
+        typer.Option(
+            metavar="NAME",
+            help="Only this one; repeatable. Unset: the profile's that can run here.",
+        ),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Of each workload. Unset: the profile's.")
@@ -67,10 +70,11 @@ def bench(  # noqa: PLR0913 - each is an option
     with reported():
         options = _options(profile, workload, contender, rounds, model, trace, lmcache)
         folder = _folder(output, options)
-        with _scratch() as scratch, _shown(options, folder) as progress:
+        with ending_in_order(), _scratch() as scratch, _shown(options, folder) as progress:
             from kvstrata.bench.session import Session
 
-            Session(folder, options, _model(options, scratch), scratch, progress).go()
+            made, machine = _model(options, scratch), _machine(options, scratch)
+            Session(folder, options, made, machine, scratch, progress).go()
         _report(folder, as_json)
 
 
@@ -118,7 +122,7 @@ def _check_names(option: str, given: list[str], known: "list[str] | tuple[str, .
 
 
 def _able(asked: list[str] | None, usual: tuple[str, ...], lmcache: Path | None) -> tuple[str, ...]:
-    """Those asked for, or all of *usual* that can run here."""
+    """Those asked for, or all of *usual* that can run here; in one order, each once."""
     from kvstrata.bench.contenders import CONTENDERS
     from kvstrata.bench.services import find_valkey
 
@@ -128,7 +132,7 @@ def _able(asked: list[str] | None, usual: tuple[str, ...], lmcache: Path | None)
         "kvstrata": None,
     }
     able = []
-    for name in asked or usual:
+    for name in [name for name in CONTENDERS if name in (asked or usual)]:
         service = CONTENDERS[name].service
         needs = lacking[service] if service else None
         if needs is None:
@@ -183,6 +187,24 @@ def _model(options: "Options", scratch: Path) -> "Model":
     return users_model(options.model, on_cpu)
 
 
+def _machine(options: "Options", scratch: Path) -> "Machine":
+    from vllm.platforms import current_platform
+
+    from kvstrata.bench.contenders import CONTENDERS
+    from kvstrata.bench.fleet import environment
+    from kvstrata.bench.record import this_machine
+    from kvstrata.bench.services import versions
+
+    beside = {CONTENDERS[name].service for name in options.contenders}
+    lmcache = Path(options.lmcache) if options.lmcache else None
+    return this_machine(
+        current_platform.device_type,
+        environment(None)["VLLM_CPU_OMP_THREADS_BIND"],
+        scratch,
+        versions(beside, lmcache),
+    )
+
+
 @contextmanager
 def _scratch() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as name:
@@ -191,7 +213,10 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _shown(options: "Options", folder: "RunFolder") -> "Iterator[Progress]":
-    """A bar of all rounds on standard error; those that were measured before are done."""
+    """A bar of all rounds on standard error; those that were measured before are done.
+
+    Where that is no terminal, a line for each round.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -208,7 +233,8 @@ def _shown(options: "Options", folder: "RunFolder") -> "Iterator[Progress]":
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=len(numbers), completed=sum(numbers))
 
         class Shown:
@@ -217,6 +243,12 @@ def _shown(options: "Options", folder: "RunFolder") -> "Iterator[Progress]":
 
             def advance(self) -> None:
                 bar.advance(task)
+                if not console.is_terminal:
+                    done = bar.tasks[task]
+                    typer.echo(
+                        f"{done.description}: {done.completed:.0f} of {done.total:.0f} rounds",
+                        err=True,
+                    )
 
         yield Shown()
 

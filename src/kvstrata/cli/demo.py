@@ -7,13 +7,13 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, ending_in_order, reported
 from kvstrata.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def demo(
             from kvstrata.cli.demo_plot import check_plot
 
             check_plot(plot)
-        with _workplace(keep) as folder:
+        with ending_in_order(), _workplace(keep) as folder:
             measured, device = _measure(folder, prompts, Console(stderr=True))
     if as_json:
         typer.echo(json.dumps(measured.as_plain(), indent=2))
@@ -153,16 +153,17 @@ def _follow(
     device = ""
     wanted = len(orders.prompts) * len(orders.phases)
     task = progress.add_task(f"{title}: starting", total=wanted)
-    for event in events_of(orders, log):
-        if isinstance(event, Answered | PhaseEnded):
-            measured.add(event)
-            progress.update(
-                task,
-                description=f"{title}: {TITLES[event.phase].partition(',')[0]}",
-                advance=isinstance(event, Answered),
-            )
-        else:
-            device = event.device
+    with closing(events_of(orders, log)) as events:
+        for event in events:
+            if isinstance(event, Answered | PhaseEnded):
+                measured.add(event)
+                progress.update(
+                    task,
+                    description=f"{title}: {TITLES[event.phase].partition(',')[0]}",
+                    advance=isinstance(event, Answered),
+                )
+            else:
+                device = event.device
     if not all(phase in measured.found_blocks for phase in orders.phases):
         raise EngineFailed("an engine has ended before all prompts were answered", hint=str(log))
     return device

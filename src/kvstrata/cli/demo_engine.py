@@ -12,17 +12,19 @@ from typing import IO, Any, Final, Literal
 import msgspec
 
 from kvstrata.core.errors import ServerUnavailable
-from kvstrata.manager.report import CacheReport
 from kvstrata.server.client import ManagerClient, observe
 from kvstrata.server.sockets import embedded_socket
 
-__all__ = ["Answered", "EngineOrders", "Event", "Phase", "PhaseEnded", "Ready"]
+__all__ = ["Answered", "DType", "EngineOrders", "Event", "LoadMode", "Phase", "PhaseEnded", "Ready"]
 
 Phase = Literal["plain", "cold", "device", "host", "disk"]
+LoadMode = Literal["auto", "blockwise", "layerwise"]
+DType = Literal["float32", "bfloat16"]
 
 MAX_MODEL_TOKENS: Final = 4096
 _SETTLE_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.02
+_MOST_REQUESTS: Final = 16  # vLLM records CUDA graphs for up to twice as many tokens
 _PATIENT: Final = {  # on a busy machine too a hit is to hit; how long it takes is measured
     "lookup_timeout_seconds": 5.0,
     "load_timeout_seconds": 30.0,
@@ -41,6 +43,9 @@ class EngineOrders(msgspec.Struct):
     phases: list[Phase]
     engine_id: str
     tiers: str | None = None  # None: without KVStrata
+    load_mode: LoadMode = "auto"
+    dtype: DType = "float32"  # in which tokens do not depend on how a prompt is split
+    is_eager: bool = True  # else, on a GPU, compiled, with CUDA graphs
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -92,6 +97,8 @@ def _run(orders: EngineOrders, events: IO[bytes]) -> None:
 
 
 def _start(orders: EngineOrders) -> tuple[Any, str]:
+    if orders.load_mode == "layerwise":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # which takes no failed load back
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -104,10 +111,12 @@ def _start(orders: EngineOrders) -> tuple[Any, str]:
             intermediate_size=1024,
             layers=8,
             head_dim=64,
-            dtype="float32",
+            dtype=orders.dtype,
         )
         write_tiny_llama(folder, shape)
     extra: dict[str, Any] = {"block_size": 32} if current_platform.is_cpu() else {}
+    if not orders.is_eager:
+        extra["max_num_seqs"] = _MOST_REQUESTS
     if orders.tiers is not None:
         extra["kv_transfer_config"] = {
             "kv_connector": "KVStrataConnector",
@@ -115,13 +124,19 @@ def _start(orders: EngineOrders) -> tuple[Any, str]:
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "engine_id": orders.engine_id,
-            "kv_connector_extra_config": {"tiers": orders.tiers, **_PATIENT},
+            "kv_connector_extra_config": {
+                "tiers": orders.tiers,
+                "load_mode": orders.load_mode,
+                **_PATIENT,
+            },
         }
+        if orders.load_mode == "layerwise":
+            extra["async_scheduling"] = False
     llm = LLM(
         model=orders.model,
-        dtype="float32",  # tokens then do not depend on how a prompt is split
+        dtype=orders.dtype,
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=orders.is_eager or current_platform.is_cpu(),
         enable_prefix_caching=True,
         max_model_len=MAX_MODEL_TOKENS,
         max_num_batched_tokens=MAX_MODEL_TOKENS,
@@ -173,19 +188,11 @@ def _settle(cache: ManagerClient) -> dict[str, int]:
     deadline = time.monotonic() + _SETTLE_SECONDS
     while True:
         report = cache.stats()
-        if report is not None and _is_settled(report):
+        if report is not None and report.is_at_rest:
             return {tier: report.counters.get(_LOOKUP.format(tier), 0) for tier in ("host", "disk")}
         if time.monotonic() > deadline:
             raise ServerUnavailable("the blocks of the demo have not reached the disk in time")
         time.sleep(_POLL_SECONDS)  # the writer works in the background
-
-
-def _is_settled(report: CacheReport) -> bool:
-    return (
-        not report.running_puts
-        and not report.running_gets
-        and not any(tier.waiting_blocks for tier in report.tiers)
-    )
 
 
 def _emit(events: IO[bytes], event: Event) -> None:

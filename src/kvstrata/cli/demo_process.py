@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +31,7 @@ class EngineFailed(KVStrataError):
     code = "demo_engine"
 
 
-def events_of(orders: EngineOrders, log: Path) -> Iterator[Event]:
+def events_of(orders: EngineOrders, log: Path) -> Generator[Event]:
     """Start an engine, yield what it reports, and wait for its end.
 
     Its messages go to *log*. If the caller stops early, the engine is killed.
@@ -73,7 +73,7 @@ def _environment() -> dict[str, str]:
     return defaults | inherited
 
 
-def _lines(process: subprocess.Popen[bytes], log: Path) -> Iterator[bytes]:
+def _lines(process: subprocess.Popen[bytes], log: Path) -> Generator[bytes]:
     """Yield the lines that *process* prints until it closes its output."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstrata import __version__
-from kvstrata.cli.gpu_copies import GpuCopies, has_gpu, measure_gpu
+from kvstrata.cli.gpu_copies import GpuCopies, has_gpu, may_have_gpu, measure_gpu
 from kvstrata.cli.round_trip import PROBE_BLOCK_BYTES, remote_round_trip, round_trip
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
@@ -152,11 +152,14 @@ def check_torch() -> Finding:
 
 def check_gpu(measure: Callable[[], GpuCopies] = measure_gpu) -> Finding:
     """How blocks will be copied between this machine's GPU and the host tier."""
-    if not has_gpu():
-        return Finding("gpu", "ok", "none here: an engine on the CPU copies by itself")
+    none = Finding("gpu", "ok", "none here: an engine on the CPU copies by itself")
+    if not may_have_gpu():
+        return none
     if _installed("torch") is None:
         return Finding("gpu", "ok", "not tried: torch is not installed")
     found = measure()
+    if found.problem and not has_gpu():
+        return none
     if found.problem:
         remedy = "look whether another program uses all of its memory; an engine tries it itself"
         return Finding("gpu", "warning", f"not measured: {found.problem}", remedy)
@@ -266,7 +269,7 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
     else:
         yield _guarded("round trip", lambda: Finding("round trip", "ok", round_trip(config)))
         if isinstance(config.lowest_tier, RemoteTier):
-            yield _guarded("remote", partial(_check_remote, config.lowest_tier))
+            yield _guarded("remote trip", partial(_check_remote, config.lowest_tier))
 
 
 def check_host(tier: HostTier) -> Iterator[Finding]:
@@ -324,11 +327,11 @@ def _check_shared(tier: SharedTier) -> Iterator[Finding]:
 
 def _check_remote(tier: RemoteTier) -> Finding:
     try:
-        return Finding("remote", "ok", remote_round_trip(tier))
+        return Finding("remote trip", "ok", remote_round_trip(tier))
     except TierUnavailable as e:
         message = f"{redact(tier.url)} cannot be used now ({e.cause}): {e.args[0]}"
         remedy = e.hint or "an engine starts all the same, and tries it again and again"
-        return Finding("remote", "problem", message, remedy)
+        return Finding("remote trip", "problem", message, remedy)
 
 
 def check_log(path: Path) -> Finding:

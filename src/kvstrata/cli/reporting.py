@@ -1,5 +1,6 @@
 """What all commands share: errors become a message and an exit code, tables look alike."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +12,7 @@ from kvstrata.core.errors import ConfigError, KVStrataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["FAILED", "WRONG_INPUT", "JsonFlag", "plain_table", "reported"]
+__all__ = ["FAILED", "WRONG_INPUT", "JsonFlag", "ending_in_order", "plain_table", "reported"]
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -30,6 +31,18 @@ def reported() -> Iterator[None]:
     except KVStrataError as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(WRONG_INPUT if isinstance(e, ConfigError) else FAILED) from e
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """SIGTERM and the end of a terminal are Ctrl-C: what was started ends, and its files go."""
+    asked = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in asked]
+    try:
+        yield
+    finally:
+        for number, handler in zip(asked, before, strict=True):
+            signal.signal(number, handler)
 
 
 def plain_table(*titles: str, right: tuple[str, ...] = ()) -> "Table":

@@ -24,8 +24,8 @@ _BLOCK_TOKENS: Final = 64  # KVStrata's; prompts are whole blocks of everybody, 
 class Single:
     title = "One prompt at a time: time to the first token of a miss, and of a hit in each tier."
     contenders = (
-        *("none", "kvstrata", "kvstrata-layerwise", "kvstrata-disk", "kvstrata-remote"),
-        *("native", "native-disk", "example", "lmcache"),
+        *("none", "kvstrata", "kvstrata-blockwise", "kvstrata-layerwise", "kvstrata-disk"),
+        *("kvstrata-remote", "native", "native-disk", "example", "lmcache"),
     )
 
     def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:

@@ -1,0 +1,155 @@
+"""Rounds of contenders that die, with members that are no engines."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from kvstrata.bench import session
+from kvstrata.bench.contenders import Deployment
+from kvstrata.bench.fleet import EngineFailed
+from kvstrata.bench.models import Model
+from kvstrata.bench.processes import Role, Usage
+from kvstrata.bench.record import Machine, Options, RunFolder
+from kvstrata.bench.report import results_of
+from kvstrata.bench.session import Session
+from kvstrata.bench.traffic import Answer, Counters, Ran, Traffic
+
+MODEL = Model("", "float32", 1024, 6144, 8448, 32, "a model")
+MACHINE = Machine("a processor", 2, 1 << 34, "Linux", {}, "cpu", "0,1", "ext4")
+
+
+class Fake:
+    """Answers at once; the first *lmcache* dies of its first traffic of several conversations, and
+    the server of *kvstrata* is another one after each.
+    """
+
+    made: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, _: Deployment, __: Mapping[str, str]) -> None:
+        self.name = name
+        self.has_ended = False
+        self.server_pids = {1}
+        self._dies = name == "lmcache" and name not in self.made
+        self._traffic = Traffic([])
+        self._asked = 0
+        self.made.append(name)
+
+    def wait_ready(self) -> None:
+        """It always is."""
+
+    settle = reset = hang_up = close = restart = kill_server = wait_ready
+
+    def usage(self) -> dict[Role, Usage]:
+        return {"client": Usage(), "engine": Usage(1.0), "server": Usage(2.0)}
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def run(self, traffic: Traffic) -> Ran:
+        self.begin(traffic)
+        return self.end()
+
+    def begin(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def end(self) -> Ran:
+        talks = self._traffic.conversations
+        if len(talks) > 1:
+            self.has_ended |= self._dies
+            self.server_pids = {max(self.server_pids) + (self.name == "kvstrata")}
+        if self.has_ended:
+            raise EngineFailed(f"the engine of {self.name!r} has ended; its messages end:")
+        self._asked += 1
+        seconds = 0.5 if self._asked > 2 else 9.0  # it is cold itself
+        return Ran(1.0, [Answer(n, 0, 9, 0, seconds, [], 1) for n in range(len(talks))])
+
+
+class Silent:
+    def say(self, doing: str) -> None:
+        """Nobody listens."""
+
+    def advance(self) -> None:
+        """Nobody looks."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """Two rounds of a chat."""
+    monkeypatch.setattr(Fake, "made", [])
+    monkeypatch.setattr(session, "Member", Fake)
+    monkeypatch.setattr(session, "measure_rates", lambda *_: {})
+    options = Options("quick", ("chat",), ("none", "kvstrata", "lmcache"), rounds=2)
+    folder = RunFolder(tmp_path / "run", options)
+    Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+    return folder
+
+
+def test_how_long_a_cold_prompt_takes_is_asked_of_an_engine_that_is_warm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates of arrival and what is in time go by it."""
+    monkeypatch.setattr(session, "Member", Fake)
+    monkeypatch.setattr(session, "_COLD_TIMES", 1)
+    monkeypatch.setattr(session, "measure_rates", lambda *_: {})
+    options = Options("quick", ("chat",), ("none",), rounds=1)
+    folder = RunFolder(tmp_path / "run", options)
+    Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+    about = folder.about()
+    assert about is not None
+    assert about.cold_seconds == 0.5
+
+
+def test_an_engine_that_died_is_started_again_for_the_next_round(run: RunFolder) -> None:
+    assert Fake.made == ["none", "kvstrata", "lmcache", "lmcache"]
+    none, _, lmcache = results_of(run).figures("chat", "chat")
+    assert (none.answers, none.failures) == (32, 0)
+    # A turn that was never asked is a failure like one that was: 16 users, 4 turns each.
+    assert (lmcache.answers, lmcache.failures) == (16, 64)
+
+
+def test_what_a_server_that_was_replaced_has_used_is_not_known(run: RunFolder) -> None:
+    none, kvstrata, _ = results_of(run).figures("chat", "chat")
+    assert none.cpu_seconds.keys() == {"client", "engine", "server"}
+    assert kvstrata.cpu_seconds.keys() == {"client", "engine"}
+
+
+def test_a_round_that_is_cut_off_is_measured_again_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "Member", Fake)
+    monkeypatch.setattr(session, "measure_rates", lambda *_: {})
+    options = Options("quick", ("chat",), ("none", "kvstrata"), rounds=2)
+    folder = RunFolder(tmp_path / "run", options)
+    end = Fake.end
+
+    def cut_in_the_second_round(member: Fake) -> Ran:
+        ran = end(member)
+        if len(folder.measured()) == 2 and len(ran.answers) > 1:
+            raise KeyboardInterrupt
+        return ran
+
+    monkeypatch.setattr(Fake, "end", cut_in_the_second_round)
+    with pytest.raises(KeyboardInterrupt):
+        Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+    kept = folder.measured()
+    assert {row.round for row in kept} == {0}
+    monkeypatch.setattr(Fake, "end", end)
+    Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+    assert folder.measured()[: len(kept)] == kept
+    assert [(row.round, row.contender) for row in folder.measured()[len(kept) :]] == [
+        (1, "kvstrata"),
+        (1, "none"),
+    ]
+
+
+def test_more_rounds_are_measured_beside_those_that_there_are(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    kept = (run.path / "measured.jsonl").read_bytes()
+    more = Options("quick", ("chat",), ("none", "kvstrata", "lmcache"), rounds=3)
+    Session(run, more, MODEL, MACHINE, tmp_path, Silent()).go()
+    grown = (run.path / "measured.jsonl").read_bytes()
+    assert grown.startswith(kept)
+    assert {row.round for row in run.measured()} == {0, 1, 2}

@@ -1,0 +1,56 @@
+"""Servers beside the engines of the bench."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.caches import eventually
+from tests.cli.processes import environment
+
+from kvstrata.bench.fleet import remove_leftovers
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from kvstrata.bench.models import Model
+from kvstrata.bench.services import start_service
+from kvstrata.bench.session import deployment
+model = Model("", "float32", 1024, 6144, 8448, 32, "a model")
+process = start_service("valkey", deployment("kvstrata-remote", model, Path(sys.argv[1]), 64, 1), dict(os.environ))
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_beside_the_engines_does_not_outlive_a_bench_that_is_killed(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = int(done.stdout)
+    eventually(lambda: not runs(pid), "the server is still there")
+
+
+def test_memory_that_vllms_tiering_has_left_is_removed() -> None:
+    left = Path(f"/dev/shm/vllm_offload_bench-{os.getpid()}-native.mmap")
+    left.touch()
+    remove_leftovers(f"bench-{os.getpid()}-native")
+    assert not left.exists()
+    remove_leftovers(f"bench-{os.getpid()}-none")
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
