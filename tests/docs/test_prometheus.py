@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -19,6 +18,7 @@ import pytest
 import yaml
 from tests.caches import ALICE, PATIENCE_SECONDS, config, eventually, keys
 from tests.docs.test_dashboard import ALERTS, BOARD, BY_NAME
+from tests.ports import free_port
 from tests.server.harness import engine, serving, worker
 
 from kvstrata.manager.tasks import TaskStatus
@@ -55,8 +55,7 @@ class Prometheus:
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"127.0.0.1:{found.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")

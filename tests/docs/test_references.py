@@ -43,7 +43,10 @@ def test_every_error_has_a_row_with_its_code() -> None:
     ]
     assert len(defined) >= 8
     assert all(f"| `{each.__name__}` | `{each.code}` |" in page for each in defined)
-    assert len({each.code for each in defined}) == len(defined)
+    shown = re.findall(r"^\| `\w+` \| `(\w+)` \|", page, re.MULTILINE)
+    assert len(set(shown)) == len(shown)
+    sources = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
+    assert set(shown) == set(re.findall(r'^    code(?:: [^=]*)? = "(\w+)"', sources, re.MULTILINE))
 
 
 def test_every_option_of_every_command_is_told() -> None:

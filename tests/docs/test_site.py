@@ -18,12 +18,25 @@ def build(config: Path, into: Path) -> subprocess.CompletedProcess[str]:
     return run(tool("properdocs"), "build", f"--config-file={config}", f"--site-dir={into}")
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The documentation, to be broken."""
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    shutil.copytree(DOCS, tmp_path / "docs")
-    return tmp_path
+BROKEN = {
+    "[a page](nowhere.md)": "nowhere.md",
+    "[an anchor](cli.md#no-such-command)": "no-such-command",
+    "[an anchor here](#nothing)": "#nothing",
+    "[outside](../README.md)": "../README.md",
+    "![a picture](images/none.png)": "images/none.png",
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """The build of a copy with broken links, and a page that nobody reaches."""
+    copy = tmp_path_factory.mktemp("copy")
+    shutil.copy(ROOT / "mkdocs.yml", copy)
+    shutil.copytree(DOCS, copy / "docs")
+    page = copy / "docs" / "goals.md"
+    page.write_text("\n\n".join([page.read_text(), *BROKEN, ""]))
+    (copy / "docs" / "forgotten.md").write_text("# Forgotten\n")
+    return build(copy / "mkdocs.yml", copy / "site")
 
 
 def test_the_site_is_built_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
@@ -37,29 +50,16 @@ def test_the_site_is_built_without_a_warning_and_asks_nobody_else(tmp_path: Path
     assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//', home)
 
 
-@pytest.mark.parametrize(
-    ("broken", "found"),
-    [
-        ("[a page](nowhere.md)", "nowhere.md"),
-        ("[an anchor](cli.md#no-such-command)", "no-such-command"),
-        ("[an anchor here](#nothing)", "#nothing"),
-        ("[outside](../README.md)", "../README.md"),
-        ("![a picture](images/none.png)", "images/none.png"),
-    ],
-)
-def test_a_broken_link_ends_the_build(copy: Path, broken: str, found: str) -> None:
-    page = copy / "docs" / "goals.md"
-    page.write_text(f"{page.read_text()}\n{broken}\n")
-    done = build(copy / "mkdocs.yml", copy / "site")
-    assert done.returncode != 0
-    assert found in done.stderr
+def test_what_is_broken_ends_the_build(broken: subprocess.CompletedProcess[str]) -> None:
+    assert broken.returncode != 0
 
 
-def test_a_page_that_nobody_reaches_ends_the_build(copy: Path) -> None:
-    (copy / "docs" / "forgotten.md").write_text("# Forgotten\n")
-    done = build(copy / "mkdocs.yml", copy / "site")
-    assert done.returncode != 0
-    assert "forgotten.md" in done.stderr
+@pytest.mark.parametrize("found", [*BROKEN.values(), "forgotten.md"])
+def test_a_broken_link_or_a_page_that_nobody_reaches_is_a_warning(
+    broken: subprocess.CompletedProcess[str], found: str
+) -> None:
+    told = [line for line in broken.stderr.splitlines() if found in line]
+    assert any("WARNING" in line or line.lstrip().startswith("-") for line in told), broken.stderr
 
 
 def test_lists_are_lists_on_the_site_too() -> None:

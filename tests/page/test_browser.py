@@ -3,9 +3,8 @@
 import json
 import re
 import shutil
-import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.cli.processes import kvstrata, running, until
 from tests.cli.traffic import NAMESPACE, engine, find, prompt, save, serving
+from tests.ports import free_port
 
 from kvstrata.server.client import ManagerClient
 
@@ -40,8 +40,7 @@ def browser() -> Iterator[Browser]:
 @contextmanager
 def shown(place: Path, *arguments: str) -> Iterator[Shown]:
     """A server with a disk and 12 blocks of two prompts, and the page of it."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     disk = f"{place / 'disk'}:64MiB"
     log = place / "page.log"
     with (

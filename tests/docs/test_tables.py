@@ -1,0 +1,133 @@
+"""Figures of the comparison, wherever they stand, are those that the bench has printed."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+PRINTED: Final = ROOT / "docs" / "performance-tables.md"
+PEERS: Final = {"vLLM tiering", "vLLM tiering, fs", "ExampleConnector", "LMCache"}
+ENGINES: Final = {
+    "vLLM tiering with `fs`": "vLLM tiering, fs",
+    "vLLM tiering with `fs` (no checksums)": "vLLM tiering, fs",
+    "ExampleConnector (page cache, no checksums)": "ExampleConnector",
+    "KVStrata with a disk": "KVStrata, disk",
+    "KVStrata with Valkey": "KVStrata, Valkey",
+}
+TRAFFIC: Final = {
+    "chat of 36 users": "chat",
+    "a synthetic trace": "trace",
+    "arrivals at random, rate 1": "rate 1",
+    "documents in random order": "documents",
+}
+MEDIAN: Final = "first token: median ms"
+Row = dict[str, str]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip().replace("**", "") for cell in line.strip("|").split("|")]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return [[cells(line) for line in table.splitlines()] for table in found]
+
+
+def printed() -> dict[tuple[str, str], Row]:
+    """By step and engine: all columns of the two tables that a row stands in."""
+    rows: dict[tuple[str, str], Row] = {}
+    for titles, _, *lines in tables(PRINTED.read_text()):
+        for line in lines:
+            row = rows.setdefault((line[0], line[1]), {})
+            row |= {
+                title: cell for title, cell in zip(titles, line, strict=True) if title not in row
+            }
+    return rows
+
+
+ROWS: Final = printed()
+
+
+def differs(shown: str, row: Row) -> bool:
+    """Of a median, and in brackets its ratio to no connector."""
+    found = re.fullmatch(r"([\d.]+)(?: \(([\d.]+|blended)\))?", shown)
+    assert found, shown
+    median, ratio = found.groups()
+    half = 0.5 * 10 ** -len(median.partition(".")[2])
+    is_near = abs(float(row[MEDIAN]) - float(median)) <= half + 1e-9
+    return not is_near or ratio not in {None, "blended", row["/ cold"]}
+
+
+def of_prompts(line: list[str]) -> list[tuple[str, tuple[str, str]]]:
+    """What a row of *cold, KVStrata* and the like shows, and which rows of the bench that is."""
+    what, _, engine = line[0].partition(", ")
+    engine = "vLLM tiering, fs" if line[0] == "disk hit, vLLM tiering" else engine
+    step = {"cold": "miss", "Valkey hit": "remote hit"}.get(what, what)
+    engine = "KVStrata, disk" if line[0] == "disk hit, KVStrata" else ENGINES.get(engine, engine)
+    engine = "KVStrata, Valkey" if step == "remote hit" else engine
+    steps = (f"{step}, {tokens} tokens" for tokens in (1026, 2050, 4098, 8194))
+    return [(cell, (name, engine)) for name, cell in zip(steps, line[1:], strict=True) if cell]
+
+
+def of_traffic(titles: list[str], line: list[str]) -> list[tuple[str, tuple[str, str]]]:
+    step = TRAFFIC.get(line[0], line[0]).removeprefix("arrivals, ")
+    blended = {title: title for title in titles} | {"KVStrata": "KVStrata, blended"}
+    names = blended if step == "documents" else {title: title for title in titles}
+    engines = {"no connector", "KVStrata", "vLLM tiering", "LMCache"}
+    return [
+        (cell, (step, names[title]))
+        for title, cell in zip(titles, line, strict=True)
+        if title in engines and cell
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "at_least"),
+    [("README.md", "## Measured", 50), ("docs/performance.md", "## Beside its peers", 90)],
+)
+def test_a_median_that_is_shown_was_printed(page: str, heading: str, at_least: int) -> None:
+    text = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
+    prompts, traffic, *_ = tables(text)
+    shown = [each for line in prompts[2:] for each in of_prompts(line)]
+    shown += [each for line in traffic[2:] for each in of_traffic(traffic[0], line)]
+    assert len(shown) >= at_least
+    assert [(cell, key) for cell, key in shown if differs(cell, ROWS[key])] == []
+
+
+def test_ratios_and_cpu_time_of_traffic_were_printed() -> None:
+    text = (ROOT / "docs/performance.md").read_text().partition("## Beside its peers")[2]
+    _, traffic, cpu, *_ = tables(text)
+    wrong = []
+    for line in traffic[2:]:
+        row = ROWS[line[0].removeprefix("arrivals, "), "KVStrata"]
+        peer, limit = row["/ best peer"].partition(" ")[0], row.get("/ limit", "")
+        if (line[1], *line[-2:]) != (row["answers"], peer, limit):
+            wrong.append(line)
+    for line in cpu[2:]:
+        for title, shown in zip(cpu[0][1:], line[1:], strict=True):
+            row = ROWS[line[0].removeprefix("arrivals, "), title]
+            parts = ("CPU ms a request: engine", "client", "server")
+            if abs(sum(float(row[part]) for part in parts) - float(shown)) > 0.55:
+                wrong.append([line[0], title, shown])
+    assert wrong == []
+
+
+def test_every_row_in_which_a_peer_is_ahead_says_so() -> None:
+    """By more than one part in twenty: its ratio stands in the section, whatever the reason is."""
+    section = (
+        (ROOT / "docs/performance.md")
+        .read_text()
+        .partition("### Where a peer is ahead")[2]
+        .partition("\n### ")[0]
+    )
+    ahead = {
+        (step, engine): row["/ best peer"].partition(" ")[0]
+        for (step, engine), row in ROWS.items()
+        if engine.startswith("KVStrata") and row.get("/ best peer")
+        if float(row["/ best peer"].partition(" ")[0]) > 1.05
+    }
+    assert len(ahead) > 5
+    assert {row: ratio for row, ratio in ahead.items() if ratio not in section} == {}
+    assert {row for row in ROWS if row[1] in PEERS} > {("agents", "LMCache")}
