@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,13 @@ def test_what_could_not_be_loaded_is_computed_by_all_that_share_it(
         server = engine.server_pid()
         assert server is not None
         with slots_given_away(server):
-            oracle.check(second, engine.run(second))
-            engine.reset_prefix_cache()
-        assert failed_loads(name) > 0
+            for attempt in range(20):  # a load may be done between two changes of owner
+                again = [replace(ask, id=f"{ask.id}-{attempt}") for ask in second]
+                oracle.check(again, engine.run(again))
+                engine.reset_prefix_cache()
+                if failed_loads(name) > 0:
+                    break
+            else:
+                pytest.fail("no load has failed")
         oracle.check(third, engine.run(third))
         assert "Traceback" not in engine.log_text()
