@@ -160,8 +160,9 @@ class Session:
         for place, step in enumerate(workload.steps(dice, scale)):
             self.progress.say(f"{name}, round {number + 1}: {step.name}")
             able = [member for member in fleet if _can_take(member, step)]
-            first = (number + place) % max(1, len(able))
-            for member in able[first:] + able[:first]:
+            # Nobody always behind the same one, whose bytes are in the caches of the processor.
+            random.Random(f"order {name} {number} {place}").shuffle(able)
+            for member in able:
                 measured = _take(member, step, scale)
                 if step.measured:
                     self.folder.append(measured.of(name, number, place))

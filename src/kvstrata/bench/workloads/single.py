@@ -17,7 +17,7 @@ _NAMES: Final[dict[Tier, str]] = {
 }
 _IN_MEMORY: Final[tuple[Tier, ...]] = ("device", "host")
 _BELOW: Final[tuple[Tier, ...]] = ("disk", "remote")
-_AGAIN: Final = 3  # hits in memory are short and cheap to repeat
+_AGAIN: Final = 3  # misses and hits in memory, which vary most
 _BLOCK_TOKENS: Final = 64  # KVStrata's; prompts are whole blocks of everybody, and two tokens
 
 
@@ -31,6 +31,8 @@ class Single:
     def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
         prompts = [tokens(dice, scale, count) for count in scale.prompt_tokens]
         for prompt in prompts:
+            for _ in range(_AGAIN - 1):
+                yield _step("none", tokens(dice, scale, len(prompt)))
             yield _step("none", prompt)
             for tier in _IN_MEMORY:
                 for _ in range(_AGAIN):
