@@ -4,8 +4,8 @@
 
 The floor writes three int64 a page into fresh arrays, which is the least that a list of pages costs.
 Where blocks are outermost a block is one span, so there a page costs less than its floor. Beside the
-lists alone whole jobs are measured, on a device that has copied before it is asked: with the places
-of their rows, the owners of their slots, their chunks and their events.
+lists, for which the bound is, whole jobs are measured, on a device that has copied before it is asked:
+with the places of their rows, the owners of their slots, and each chunk's lock, call and events.
 """
 
 import argparse
@@ -218,12 +218,11 @@ def markdown(found: Sequence[Sequence[Sample]]) -> str:
 
 
 def failures(found: Sequence[Sequence[Sample]]) -> list[str]:
-    """A line for each case and way above the bound."""
+    """A line for each case whose lists are above the bound."""
     return [
-        f"NOT met: {samples[0].case.name}, {way}: {ns:.1f} ns a page, at most {BOUND_NS:.0f}"
+        f"NOT met: lists of {samples[0].case.name}: {ns:.1f} ns a page, at most {BOUND_NS:.0f}"
         for samples in found
-        for way, ns in _medians(samples).items()
-        if ns > BOUND_NS
+        if (ns := _medians(samples)[WAYS[0]]) > BOUND_NS
     ]
 
 
@@ -245,7 +244,7 @@ def main() -> int:
     found = [measure(case, options.repetitions) for case in CASES]
     print(f"ns a page, {os.cpu_count()} cores of {processor()}", end="\n\n")
     print(markdown(found), end="\n\n")
-    print(*(failures(found) or [f"all within {BOUND_NS:.0f} ns a page"]), sep="\n")
+    print(*(failures(found) or [f"all lists within {BOUND_NS:.0f} ns a page"]), sep="\n")
     if options.json:
         about = {
             "machine": platform.platform(),

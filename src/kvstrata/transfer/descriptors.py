@@ -122,8 +122,8 @@ class _Segments:
             return each
         begins = rows.begins.copy()
         begins[0] = True
-        begins[1:] |= np.diff(each.device) != self.row_bytes
-        begins[1:] |= np.diff(each.host) != self.row_bytes
+        begins[1:] |= each.device[1:] - each.device[:-1] != self.row_bytes
+        begins[1:] |= each.host[1:] - each.host[:-1] != self.row_bytes
         first = np.flatnonzero(begins)
         if len(blocks) - first[-1] > most_blocks or (np.diff(first) > most_blocks).any():
             number = np.arange(len(blocks))
@@ -140,10 +140,11 @@ def _follows(page: PagePlace, piece: tuple[int, int, int, int]) -> bool:
 
 def chunks(spans: Spans, most_bytes: int, most_spans: int) -> Iterator[Spans]:
     """*spans* in order, in parts of limited size; a part has at least one span."""
-    ends = np.cumsum(spans.lengths_bytes)
-    first, done_bytes = 0, 0
-    while first < len(ends):
-        end = int(np.searchsorted(ends, done_bytes + most_bytes, side="right"))
-        end = min(max(end, first + 1), first + most_spans)
-        yield Spans(*(column[first:end] for column in spans))
+    device, host, lengths = spans
+    ends = lengths.cumsum()
+    first, done_bytes, count = 0, 0, len(ends)
+    while first < count:
+        fitting = int(ends.searchsorted(done_bytes + most_bytes, "right"))
+        end = min(max(fitting, first + 1), first + most_spans, count)
+        yield Spans(device[first:end], host[first:end], lengths[first:end])
         first, done_bytes = end, int(ends[end - 1])

@@ -31,7 +31,7 @@ __all__ = ["Pins", "StreamedDevice"]
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES: Final = 16 << 20  # after which a job looks whether it is to stop
+_BATCH_BYTES: Final = 64 << 20  # after which a job looks whether it is to stop
 
 
 class Pins(Protocol):
