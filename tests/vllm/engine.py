@@ -296,6 +296,20 @@ def embedded_report(engine_id: str) -> CacheReport:
     return report_of(embedded_socket(engine_id))
 
 
+def report_at_rest(engine_id: str) -> CacheReport:
+    """Of the embedded server of *engine_id*, once it loads and saves nothing.
+
+    The engine is told of the end of a save before its server is.
+    """
+
+    def is_at_rest() -> bool:
+        report = embedded_report(engine_id)
+        return (report.running_gets, report.running_puts) == (0, 0)
+
+    wait_until(is_at_rest, "loads or saves never end")
+    return embedded_report(engine_id)
+
+
 def wait_until_written(socket: Path) -> None:
     """Until the server at *socket* saves nothing, and nothing waits to be written to a tier below."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.machines import is_nightly
 from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, embedded_report
+from tests.vllm.engine import Act, Ask, report_at_rest
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.vllm
@@ -173,8 +173,7 @@ def test_nothing_is_saved_of_a_request_that_is_aborted_while_it_is_blended(
 
 def test_afterwards_nothing_is_held(subject: Subject) -> None:
     subject.engine.reset_prefix_cache()
-    report = embedded_report(subject.engine.transfer["engine_id"])  # type: ignore[index]
-    assert (report.running_gets, report.running_puts) == (0, 0)
+    report_at_rest(subject.engine.transfer["engine_id"])  # type: ignore[index]
 
 
 def test_audits_find_how_far_answers_are_and_stop_what_is_too_far(

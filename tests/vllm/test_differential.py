@@ -13,6 +13,7 @@ from tests.vllm.engine import (
     Ask,
     Engine,
     embedded_report,
+    report_at_rest,
     wait_for_disk,
 )
 from tests.vllm.oracle import (
@@ -191,8 +192,7 @@ def test_afterwards_nothing_is_held(subject: Subject, oracle: Oracle) -> None:
     whole_cache = Ask("whole", random_prompt(rng, MAX_TOKENS - 4), 4)
     oracle.check([whole_cache], subject.engine.run([whole_cache]))
     subject.settle()
-    report = embedded_report(subject.name)
-    assert (report.running_gets, report.running_puts) == (0, 0)
+    report = report_at_rest(subject.name)
     assert report.tiers[0].used_blocks == sum(each.host_blocks for each in report.namespaces)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, embedded_report
+from tests.vllm.engine import Act, Ask, report_at_rest
 from tests.vllm.oracle import Oracle, random_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone]
@@ -84,5 +84,4 @@ def test_exact_and_blended_requests_share_the_engine(subject: Subject) -> None:
 
 def test_afterwards_nothing_is_held(subject: Subject) -> None:
     subject.engine.reset_prefix_cache()
-    report = embedded_report(subject.engine.transfer["engine_id"])  # type: ignore[index]
-    assert (report.running_gets, report.running_puts) == (0, 0)
+    report_at_rest(subject.engine.transfer["engine_id"])  # type: ignore[index]
