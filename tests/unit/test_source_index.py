@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstrata.blend import search
+from kvstrata.blend import sources
 from kvstrata.blend.fingerprints import PIECE_WINDOWS, Fingerprints, Prints, Tokens
 from kvstrata.blend.print_table import Ids, PrintTable
 from kvstrata.blend.runs import Runs
@@ -266,7 +266,7 @@ def test_work_grows_with_the_prompt_and_not_with_what_is_known(
     for seed, document in enumerate(documents[:known]):
         add(index, document, seed=seed)
     work = {"hashed": 0, "looked up": 0, "compared": 0}
-    rolling, find, agreement = Fingerprints.rolling, PrintTable.find, search.agreement
+    rolling, find, agreement = Fingerprints.rolling, PrintTable.find, sources.agreement
 
     def hashing(prints: Fingerprints, some: Tokens, seed: np.uint32) -> Prints:
         work["hashed"] += len(some)
