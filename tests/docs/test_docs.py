@@ -1,4 +1,4 @@
-"""What the documentation shows is run; where it points to is there."""
+"""Python of the documentation and its replays are run; where it points to is there."""
 
 import re
 import subprocess
