@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the servers that the tests start: redis-server, Prometheus, Mooncake's libraries, azurite;
-# Chromium, which looks at the page; and systemd's programs, which look at units. What comes from PyPI
-# (mooncake_master, moto, rclone, hadolint, docker-compose) is in requirements-dev.lock. Does nothing where all is there; on Debian it needs root for what is missing.
+# Chromium, which looks at the page; systemd's programs, which look at units; and kubectl, which has kustomize in it.
+# What comes from PyPI (mooncake_master, moto, rclone, hadolint, docker-compose, kubernetes-validate) is in
+# requirements-dev.lock. Does nothing where all is there; on Debian it needs root for what is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,6 +13,7 @@ command -v redis-server >/dev/null || packages+=(redis-server)
 command -v redis-sentinel >/dev/null || packages+=(redis-sentinel)
 command -v prometheus >/dev/null || packages+=(prometheus)
 command -v systemd-analyze >/dev/null || packages+=(systemd)
+command -v kubectl >/dev/null || packages+=(kubernetes-client)
 command -v ip >/dev/null || packages+=(iproute2)
 command -v chromium >/dev/null || command -v google-chrome >/dev/null || packages+=(chromium)
 command -v node >/dev/null || packages+=(nodejs)

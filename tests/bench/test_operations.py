@@ -83,6 +83,16 @@ def test_the_tree_keeps_counts_of_every_hot_path() -> None:
     assert counts.keys() == {path.name for path in HOT_PATHS}
 
 
+def test_a_request_that_decodes_adds_less_than_an_operation_to_an_idle_step() -> None:
+    """By the kept counts, which `make operations` holds the tree to."""
+    counts = kept.kept("CPython 3.11")
+    assert counts is not None
+    one, many = (counts[f"idle step of vLLM's scheduler, requests: {n}"] for n in (1, 64))
+    assert one.keys() == many.keys() == {"instructions", "C calls"}
+    for kind in one:
+        assert many[kind] - one[kind] < 64 - 1
+
+
 def test_the_command_prints_kept_and_new_counts(capsys: pytest.CaptureFixture[str]) -> None:
     def turns(count: Count) -> Generator[None]:
         while True:

@@ -28,6 +28,20 @@ def test_hadolint_finds_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_the_page_says_what_looks_at_each_file() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    table = page.partition("| looked at by |")[2].partition("\n\n")[0]
+    assert "`kubernetes/`, the other files" in table
+    files = [path for path in DEPLOY.rglob("*") if path.is_file()]
+    named = set(re.findall(r"`([\w./*-]+)`", table)) | {"kubernetes/*", "systemd/*.service"}
+    unnamed = {
+        str(path.relative_to(DEPLOY))
+        for path in files
+        if not any(path.relative_to(DEPLOY).match(pattern) for pattern in named)
+    }
+    assert (len(files) > 15, unnamed) == (True, set())
+
+
 def test_the_images_hold_what_is_there_and_no_more() -> None:
     ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     assert ignored[1] == "*"

@@ -1,6 +1,8 @@
 """The manifests: what the schemas of Kubernetes say, and what they cannot know."""
 
+import shutil
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -35,10 +37,82 @@ def settings(folder: Path) -> Config:
     return load_config({"config_file": str(file)}, environ={})
 
 
+def validated(file: Path) -> CompletedProcess[str]:
+    """What the schemas of Kubernetes say of *file*: of a kind that they do not know, `WARN`."""
+    return run(tool("kubernetes-validate"), "--strict", str(file))
+
+
 @pytest.mark.parametrize("name", kustomization()["resources"])
-def test_the_schemas_of_kubernetes_know_every_field(name: str) -> None:
-    done = run(tool("kubernetes-validate"), "--strict", "--no-warn", str(FOLDER / name))
+def test_the_schemas_of_kubernetes_know_every_kind_and_field(name: str) -> None:
+    done = validated(FOLDER / name)
     assert done.returncode == 0, done.stdout + done.stderr
+    kinds = [each["kind"] for each in yaml.safe_load_all((FOLDER / name).read_text())]
+    passed = [line for line in done.stdout.splitlines() if f"{name} passed for resource" in line]
+    assert done.stdout.splitlines() == passed, done.stdout
+    assert len(passed) == len(kinds) > 0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("kind: Namespace", "kind: Namespaze"),
+        ("apiVersion: v1", "apiVersion: v7"),
+        ("metadata:", "metadatas:"),
+    ],
+)
+def test_a_kind_or_field_that_nobody_knows_would_be_seen(
+    right: str, wrong: str, tmp_path: Path
+) -> None:
+    text = (FOLDER / "namespace.yaml").read_text()
+    assert right in text
+    file = tmp_path / "namespace.yaml"
+    file.write_text(text.replace(right, wrong, 1))
+    assert "passed for resource" not in validated(file).stdout
+
+
+def built(folder: Path) -> CompletedProcess[str]:
+    return run(tool("kubectl"), "kustomize", str(folder))
+
+
+def test_kustomize_builds_all_objects_and_no_other() -> None:
+    done = built(FOLDER)
+    assert done.returncode == 0, done.stderr
+    names = [
+        [(each["kind"], each["metadata"]["name"]) for each in objects]
+        for objects in (yaml.safe_load_all(done.stdout), manifests())
+    ]
+    assert sorted(names[0]) == sorted(names[1])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("kind: Kustomization", "kind: Kustomizazion"),
+        ("resources:", "resourzes:"),
+        ("- server.yaml", "- serfer.yaml"),
+    ],
+)
+def test_kustomize_refuses_what_it_does_not_know(right: str, wrong: str, tmp_path: Path) -> None:
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(FOLDER, folder)
+    file = folder / "kustomization.yaml"
+    text = file.read_text()
+    assert right in text
+    file.write_text(text.replace(right, wrong))
+    assert built(folder).returncode != 0
+
+
+def test_kustomize_takes_the_images_that_are_commented_out(tmp_path: Path) -> None:
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(FOLDER, folder)
+    file = folder / "kustomization.yaml"
+    begin, _, hidden = file.read_text().partition("# images:")
+    file.write_text(begin + "images:" + hidden.replace("\n#", "\n"))
+    done = built(folder)
+    assert done.returncode == 0, done.stderr
+    for name in ("kvstrata-server", "kvstrata-engine"):
+        assert f"image: registry.example.com/{name}:" in done.stdout
+        assert f"image: {name}:" not in done.stdout
 
 
 def test_every_file_is_applied_and_everything_is_in_one_namespace() -> None:
@@ -158,10 +232,3 @@ def test_nodes_share_the_valkey_that_is_there(tmp_path: Path) -> None:
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
     (port,) = service["spec"]["ports"]
     assert getattr(tier, "url", None) == f"valkey://{name}.{namespace}.svc:{port['port']}"
-
-
-def test_what_is_commented_out_is_yaml_too() -> None:
-    text = (FOLDER / "kustomization.yaml").read_text()
-    hidden = text[text.index("# images:") :].replace("# ", "", 1).replace("\n#", "\n")
-    images = yaml.safe_load(hidden)["images"]
-    assert {each["name"] for each in images} == {"kvstrata-server", "kvstrata-engine"}

@@ -1,4 +1,4 @@
-"""Every code block is run, or understood by the program that it is for, or stands here with a reason.
+"""Every code block is run, or checked against the program that it is for, or stands here with a reason.
 
 Python is run by ``test_docs.py``, `kvstrata replay` too, which has to print what is shown.
 """
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,10 +20,16 @@ from tests.cli.processes import environment
 from tests.cli.traffic import NAMESPACE, engine, prompt, save, serving
 from tests.deploy.files import run, tool
 from tests.docs.blocks import ROOT, Block, Command, blocks, commands
+from tests.remote.objects_engine import BUCKET, MotoEngine
+from tests.remote.objects_engine import environment as s3_variables
 from typer.testing import CliRunner
 
 from kvstrata.cli.main import app
 from kvstrata.core.load import load_config
+from kvstrata.core.types import StoreKey
+from kvstrata.storage.disk import DiskStore
+from kvstrata.testing.samples import ONE, random_value
+from kvstrata.testing.samples import key as sample_key
 
 BLOCKS = list(blocks())
 COMMANDS = list(commands())
@@ -56,10 +63,10 @@ SERVED: Final = {"clear", "drain", "inspect", "stats", "top", "warm"}
 """Commands that are run, against a server."""
 LOOKED_AT: Final = {
     "bench": "takes minutes; tests/cli/test_bench.py",
-    "check": "reads a disk tier of a server that has ended; tests/cli/test_check.py",
+    "check": "run, below, on the directories of a store",
     "demo": "takes minutes; tests/cli/test_demo.py",
     "doctor": "run, below, with settings that this machine can hold",
-    "gc": "asks a bucket; tests/remote",
+    "gc": "run, below, on a bucket",
     "page": "runs until it is stopped; tests/page",
     "replay": "run by test_docs.py",
     "serve": "is asked what it would start, below",
@@ -159,6 +166,51 @@ def test_doctor_finds_no_problem(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", *command.words, cwd=tmp_path, environment=environment())
     assert done.returncode == 0, done.stdout
     assert "0 problems" in done.stdout
+
+
+def test_check_finds_a_sound_store(tmp_path: Path) -> None:
+    (command,) = (each for each in of("kvstrata") if each.words[1] == "check")
+    directories = [tmp_path / word.removeprefix("/") for word in command.words[2:]]
+    assert len(directories) == 2
+    store = DiskStore(directories, block_bytes=4096, capacity_bytes=64 * 8192)
+    keys, values = blocks_of(3)
+    store.write(keys, [None] * 3, values)
+    store.close()
+    words = [*command.words[:2], *map(str, directories)]
+    done = run(sys.executable, "-m", *words, cwd=tmp_path, environment=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("sound\n")
+
+
+def test_gc_looks_through_a_bucket_and_keeps_what_is_young(tmp_path: Path) -> None:
+    shown = [each for each in of("kvstrata") if each.words[1] == "gc"]
+    engine = MotoEngine()
+    engine.start(tmp_path)
+    try:
+        for command in shown:
+            prefix = command.words[2].removeprefix("s3://").partition("/")[2]
+            with (
+                s3_variables(engine.credentials()),
+                closing(
+                    engine.open(block_bytes=4096, timeout_seconds=10.0, prefix=prefix)
+                ) as store,
+            ):
+                keys, values = blocks_of(2)
+                store.write(keys, [None] * 2, values)
+                where = ["--endpoint", engine.endpoint(*engine.address()), "--region", "us-east-1"]
+                words = ["gc", f"s3://{BUCKET}/{prefix}", *command.words[3:], *where]
+                result = CliRunner().invoke(app, words)
+                assert result.exit_code == 0, result.output
+                assert "found 2 blocks" in result.output
+                assert store.exists(keys) == [True, True]
+    finally:
+        engine.stop()
+    assert {"--dry-run", "--snapshot"} <= {word for command in shown for word in command.words}
+
+
+def blocks_of(count: int) -> tuple[list[StoreKey], list[memoryview]]:
+    keys = [sample_key(number, ONE) for number in range(count)]
+    return keys, [memoryview(random_value(number, 4096)) for number in range(count)]
 
 
 # --- vLLM ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstrata.blend import sources
 from kvstrata.blend.fingerprints import PIECE_WINDOWS, Fingerprints, Prints, Tokens
 from kvstrata.blend.print_table import Ids, PrintTable
 from kvstrata.blend.runs import Runs
@@ -252,6 +253,43 @@ def test_clearing_a_domain_leaves_the_others() -> None:
     assert [index.match(domain, document).tokens for domain in (b"a", b"b")] == [0, 200]
     index.clear()
     assert index.statistics()[:3] == (0, 0, 0)
+
+
+@pytest.mark.parametrize("known", [0, 10, 40])
+@pytest.mark.parametrize("count", [10_000, 40_000, 160_000])
+def test_work_grows_with_the_prompt_and_not_with_what_is_known(
+    known: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows that are hashed and looked up, and tokens that are compared."""
+    index = new_index()
+    documents = [tokens(3000, seed) for seed in range(40)]
+    for seed, document in enumerate(documents[:known]):
+        add(index, document, seed=seed)
+    work = {"hashed": 0, "looked up": 0, "compared": 0}
+    rolling, find, agreement = Fingerprints.rolling, PrintTable.find, sources.agreement
+
+    def hashing(prints: Fingerprints, some: Tokens, seed: np.uint32) -> Prints:
+        work["hashed"] += len(some)
+        return rolling(prints, some, seed)
+
+    def finding(table: PrintTable, prints: Prints) -> tuple[NDArray[np.intp], Ids]:
+        work["looked up"] += len(prints)
+        return find(table, prints)
+
+    def comparing(*arguments: Any) -> tuple[int, int]:
+        left, right = agreement(*arguments)
+        work["compared"] += left + right
+        return left, right
+
+    monkeypatch.setattr(Fingerprints, "rolling", hashing)
+    monkeypatch.setattr(PrintTable, "find", finding)
+    monkeypatch.setattr("kvstrata.blend.search.agreement", comparing)
+    parts = [piece for n in range(8) for piece in (documents[n], tokens(2000, 100 + n))]
+    prompt = np.concatenate(parts * 4)[:count]
+    found = index.match(b"", prompt).tokens
+    assert (found > 0) == (known > 0)
+    assert work["compared"] >= found
+    assert max(work.values()) <= 1.5 * count
 
 
 def test_one_token_again_and_again_is_one_window() -> None:

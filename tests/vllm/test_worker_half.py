@@ -580,3 +580,19 @@ def test_messages_survive_the_way_between_processes() -> None:
     assert pickle.loads(pickle.dumps(step)) == step
     report = WorkerReport({1: 1}, {1: 0}, {2: 1}, {2})
     assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_a_block_takes_at_most_32_bytes_of_the_message_to_the_workers() -> None:
+    """Of four device blocks, with numbers as they are in a large cache that has run for long."""
+
+    def message(blocks: int) -> bytes:
+        device = list(range(100_000, 100_000 + 4 * blocks))
+        slots = list(range(200_000, 200_000 + blocks))
+        generations = [1_000_000] * blocks
+        loads = [Load("request", 7, device, slots, generations)]
+        plan = StepPlan(SERVER, loads=loads, saves=[Save(8, device, slots, generations)])
+        return pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+
+    few, many = len(message(1000)), len(message(2000))
+    assert (many - few) / (2 * 1000) <= 32
+    assert few - 2 * 1000 * 32 <= 1024
