@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from tests.vllm.engine import Act, Answer, Ask, Engine
+from tests.vllm.engine import Act, Answer, Ask, Engine, wait_for_worker
 from tests.vllm.oracle import Oracle, random_prompt
 
 BLOCK_TOKENS = 32
@@ -103,6 +103,9 @@ def blending(
     with Engine(
         model, folder / "log", transfer, settings or {}, environment=environment or {}
     ) as engine:
+        engine.wait_ready()
+        workers = (settings or {}).get("tensor_parallel_size", 1)
+        wait_for_worker(str(transfer["engine_id"]), workers=workers)
         system = random_prompt(rng, 2 * BLOCK_TOKENS)
         documents = [random_prompt(rng, 150 + 37 * i) for i in range(4)]
         made = Subject(engine, oracle, rng, system, documents)

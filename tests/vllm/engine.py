@@ -296,6 +296,18 @@ def embedded_report(engine_id: str) -> CacheReport:
     return report_of(embedded_socket(engine_id))
 
 
+def wait_for_worker(engine_id: str, *, workers: int = 1) -> None:
+    """Until all *workers* of *engine_id* have mapped the host tier: before, nothing is saved."""
+
+    def is_there() -> bool:
+        if not server_answers(embedded_socket(engine_id)):
+            return False
+        ranks = [each["workers"] for each in embedded_report(engine_id).engines]
+        return ranks == [list(range(workers))]
+
+    wait_until(is_there, f"{engine_id} has no worker", seconds=START_SECONDS)
+
+
 def report_at_rest(engine_id: str) -> CacheReport:
     """Of the embedded server of *engine_id*, once it loads and saves nothing.
 

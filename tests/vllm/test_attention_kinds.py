@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from tests.vllm.engine import BLOCK_SIZE, MAX_TOKENS, Act, Ask, Engine, report_at_rest
+from tests.vllm.engine import (
+    BLOCK_SIZE,
+    MAX_TOKENS,
+    Act,
+    Ask,
+    Engine,
+    report_at_rest,
+    wait_for_worker,
+)
 from tests.vllm.oracle import Oracle, ReuseModel, random_prompt, random_prompts
 
 from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
@@ -59,6 +67,8 @@ def subject(
         Engine(path, folder / "alone.log", settings=alone) as oracle,
         Engine(path, folder / "vllm.log", transfer, settings) as engine,
     ):
+        engine.wait_ready()
+        wait_for_worker(name)
         yield Subject(engine, Oracle(oracle), name)
 
 

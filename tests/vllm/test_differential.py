@@ -15,6 +15,7 @@ from tests.vllm.engine import (
     embedded_report,
     report_at_rest,
     wait_for_disk,
+    wait_for_worker,
 )
 from tests.vllm.oracle import (
     Oracle,
@@ -84,6 +85,8 @@ def subject(
         },
     }
     with Engine(tiny_llama, folder / "vllm.log", transfer, is_split=times == 1) as engine:
+        engine.wait_ready()
+        wait_for_worker(name)
         tokens, at_once = times * BLOCK_SIZE, load_mode == "auto"
         yield Subject(engine, name, tokens, disk="disk" in tiers, at_once=at_once)
 

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.vllm.engine import Engine, embedded_report, wait_until
+from tests.vllm.engine import Engine, embedded_report, wait_for_worker, wait_until
 from tests.vllm.oracle import random_prompt
 
 from kvstrata.replay.cost import Costs, Rates
@@ -36,6 +36,8 @@ def test_a_replay_of_an_engines_log_has_the_hits_that_the_engine_had(
     dice = random.Random(5)
     prompts = [random_prompt(dice, 300 + 64 * n) for n in range(4)]
     with Engine(tiny_llama, tmp_path / "engine.log", transfer) as engine:
+        engine.wait_ready()
+        wait_for_worker("logged")
         for prompt in [*prompts, *prompts, prompts[0][:200] + prompts[1]]:
             engine.ask(prompt)
             engine.reset_prefix_cache()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.vllm.engine import Ask, Engine, embedded_report
+from tests.vllm.engine import Ask, Engine, embedded_report, wait_for_worker
 from tests.vllm.oracle import Oracle, random_prompt
 
 pytestmark = pytest.mark.vllm
@@ -77,6 +77,8 @@ def test_what_could_not_be_loaded_is_computed_by_all_that_share_it(
     stem, other = random_prompt(rng, 320), random_prompt(rng, 200)
     prompts = [stem + random_prompt(rng, tokens) for tokens in (1, 40, 100)] + [other, stem]
     with Engine(tiny_llama, tmp_path / "vllm.log", transfer) as engine:
+        engine.wait_ready()
+        wait_for_worker(name)
         asks = [Ask(f"{word}-{i}", p, NEW_TOKENS) for i, p in enumerate(prompts) for word in "abc"]
         first, second, third = (asks[start::3] for start in range(3))
         oracle.check(first, engine.run(first))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.vllm.engine import MAX_TOKENS, Ask, Engine, embedded_report
+from tests.vllm.engine import MAX_TOKENS, Ask, Engine, embedded_report, wait_for_worker
 from tests.vllm.oracle import (
     Oracle,
     ReuseModel,
@@ -39,6 +39,8 @@ def engine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     log = tmp_path_factory.mktemp("layerwise") / "vllm.log"
     with Engine(tiny_llama, log, transfer) as engine:
+        engine.wait_ready()
+        wait_for_worker(NAME)
         yield engine
 
 
