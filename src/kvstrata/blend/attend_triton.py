@@ -148,6 +148,7 @@ def attend(
         QUERIES=_QUERIES,
         KEYS=_KEYS,
         FACTOR=_FACTORS[queries.dtype],
+        enable_fp_fusion=True,
     )
     return out
 

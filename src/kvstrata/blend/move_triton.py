@@ -168,6 +168,7 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         PAIRS=triton.next_power_of_2(max(1, rotary_dim // 2)),
         PADDED=triton.next_power_of_2(source.shape[3]),
         DROPPED=_FLOAT_BITS + int(math.log2(numbers.eps)) if cache.dtype in _QUANTISED else 0,
+        enable_fp_fusion=True,
     )
 
 

@@ -65,5 +65,11 @@ def copy_by_kernel(
     jobs = len(lengths)
     on_device = torch.from_numpy(columns).to(device, non_blocking=True)
     _copy[(min(PROGRAMS, jobs),)](
-        *on_device, jobs, WORD=_WORDS[word], BYTES=word, STEP=_STEP_BYTES // word, num_warps=_WARPS
+        *on_device,
+        jobs,
+        WORD=_WORDS[word],
+        BYTES=word,
+        STEP=_STEP_BYTES // word,
+        num_warps=_WARPS,
+        enable_fp_fusion=True,
     )
