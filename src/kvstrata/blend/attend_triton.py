@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstrata.blend.readable import check_readable
 from kvstrata.core.errors import InvariantViolated
 
 __all__ = ["PagedKV", "attend"]
@@ -118,6 +119,9 @@ def attend(
         queries: (queries, heads, key size) of float32, bfloat16 or float16; the last stride is 1.
         positions: int64 (queries,), in any order, each of a token whose KV is in ``kv.pages``.
         scale: What the products are multiplied with.
+
+    Raises:
+        ConfigError: This GPU has no instructions for the elements of the cache.
     """
     _check(queries, positions, kv)
     count, heads, key_size = queries.shape
@@ -164,3 +168,4 @@ def _check(queries: torch.Tensor, positions: torch.Tensor, kv: PagedKV) -> None:
         raise InvariantViolated(f"keys of {kv.key_size} elements: queries and pages are {shapes}")
     if queries.shape[1] % cache.shape[1] or positions.shape != queries.shape[:1]:
         raise InvariantViolated(f"{len(positions)} positions: queries and pages are {shapes}")
+    check_readable(cache)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstrata.blend.readable import check_readable
 from kvstrata.core.errors import InvariantViolated
 
 __all__ = ["Moves", "Rope", "move_tokens"]
@@ -140,6 +141,9 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         source: (pages, heads, tokens, K and V) with any strides but the last, which is 1; float32,
             bfloat16, float16, or float8.
         cache: The same, of the same dtype.
+
+    Raises:
+        ConfigError: This GPU has no instructions for such elements.
     """
     _check(source, cache, rope)
     tokens, heads = len(moves.source_slots), source.shape[1]
@@ -184,3 +188,4 @@ def _check(source: torch.Tensor, cache: torch.Tensor, rope: Rope) -> None:
         raise InvariantViolated(f"{tuple(source.shape)} into {tuple(cache.shape)}")
     if rope.first_dim + rope.table.shape[1] > source.shape[3]:
         raise InvariantViolated(f"heads of {source.shape[3]} elements for {rope.table.shape[1]}")
+    check_readable(cache)
