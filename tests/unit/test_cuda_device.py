@@ -36,7 +36,9 @@ class Gpu:
         self.kernel_seconds = 1.0
         self.now = 0.0
         self.registered: dict[int, int] = {}
-        self.ways = Ways(self._call("single"), self._call("dma"), self._kernel)
+        self.ways = Ways(
+            self._call("single"), self._call("pinned"), self._call("dma"), self._kernel
+        )
         gpu = self
 
         class Stream:
@@ -288,24 +290,24 @@ def test_batches_that_are_refused_give_place_to_single_copies(
     gpu.broken, gpu.error = "dma", DeviceFault("refused with CUDA error 801")
     with caplog.at_level(logging.INFO):
         bed = Bed()
-    assert "loads by simulated single (" in caplog.text
-    assert "saves by simulated single (" in caplog.text
+    assert "loads by simulated pinned (" in caplog.text
+    assert "saves by simulated pinned (" in caplog.text
     assert "; no simulated dma: refused with CUDA error 801" in caplog.text
-    assert "single" in gpu.log
+    assert "pinned" in gpu.log
     bed.device.pin(bed.mapping, lambda: False)
     gpu.log.clear()
     bed.check_both_ways()
-    assert gpu.log.count("single") == 2
-    assert "dma" not in gpu.log
+    assert gpu.log.count("pinned") == 2
+    assert not {"dma", "single"} & {*gpu.log}
 
 
 def test_where_nothing_copies_that_is_said(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     gpu.ways = gpu.ways._replace(batch=None, kernel=None)
-    gpu.broken, gpu.error = "single", DeviceFault("refused")
+    gpu.broken, gpu.error = "pinned", DeviceFault("refused")
     with caplog.at_level(logging.INFO):
         Bed()
-    assert "loads by simulated single (0.0 GiB/s)" in caplog.text
-    assert "; simulated single fails: refused" in caplog.text
+    assert "loads by simulated pinned (0.0 GiB/s)" in caplog.text
+    assert "; simulated pinned fails: refused" in caplog.text
 
 
 def test_scratch_memory_is_kept_until_nothing_is_under_way_in_it(gpu: Gpu) -> None:

@@ -93,7 +93,7 @@ def test_without_batches_and_triton_single_copies_are_left(
     install(monkeypatch, 500, 0)
     monkeypatch.setattr(cuda_ways, "find_kernel", lambda: None)
     ways = find_ways(GPU)
-    assert (ways.dma, ways.batch, ways.kernel) == (ways.single, None, None)
+    assert (ways.dma, ways.batch, ways.kernel) == (ways.single_pinned, None, None)
     assert ways.notes == ("no kernel: triton is not installed",)
 
 

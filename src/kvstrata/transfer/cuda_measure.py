@@ -45,7 +45,7 @@ def measure(device: torch.device, ways: Ways, pieces: Sequence[int]) -> tuple[Wa
         ways = ways._replace(batch=None, notes=(*ways.notes, f"no {ways.batch.name}: {why}"))
         measured, why = _try(device, ways, lists, by_kernel=False)
     if why is not None:
-        ways = ways._replace(notes=(*ways.notes, f"{ways.single.name} fails: {why}"))
+        ways = ways._replace(notes=(*ways.notes, f"{ways.dma.name} fails: {why}"))
     if ways.kernel is None:
         return ways, measured
     by_kernel, why = _try(device, ways, lists, by_kernel=True)
