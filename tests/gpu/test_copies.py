@@ -52,4 +52,5 @@ def test_a_save_reads_what_the_engine_has_launched() -> None:
 
 
 def test_a_driver_of_cuda_has_batches() -> None:
+    torch.cuda.init()
     assert (find_ways(torch.device("cuda", 0)).batch is None) == is_rocm()

@@ -85,12 +85,16 @@ class Gpu:
         monkeypatch.setattr(cuda_measure, "_TOTAL_BYTES", 1 << 16)
         monkeypatch.setattr("kvstrata.transfer.cuda_measure.perf_counter", lambda: self.now)
         for module in (cuda_device, cuda_measure):
-            monkeypatch.setattr(module, "find_ways", lambda device: self.ways)
+            monkeypatch.setattr(module, "find_ways", self.find_ways)
 
     def call(self, name: str) -> None:
         self.log.append(name)
         if self.broken == name:
             raise self.error
+
+    def find_ways(self, device: object) -> Ways:
+        assert "set_device" in self.log, "the driver says nothing before torch has begun with it"
+        return self.ways
 
     def stream(self, stream: object) -> AbstractContextManager[None]:
         return nullcontext()
