@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.transfer import cuda_device, cuda_measure, measure
+from kvstrata.transfer import cuda_device, cuda_driver, cuda_measure, measure
 from kvstrata.transfer.cuda_device import open_device
 from kvstrata.transfer.cuda_ways import Ways
 from kvstrata.transfer.driver import DeviceFault
@@ -68,14 +68,21 @@ class Gpu:
             "set_device": lambda _: self.call("set_device"),
             "current_stream": lambda _: Stream(),
             "stream": self.stream,
-            "cudart": lambda: SimpleNamespace(
-                cudaHostRegister=self.register, cudaHostUnregister=self.unregister
-            ),
+            "cudart": self.runtime,
+            "mem_get_info": lambda: self.call("mem_get_info"),
             "is_available": lambda: True,
             "get_device_name": lambda: "a simulated GPU",
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        library = SimpleNamespace(
+            cuMemHostRegister_v2=self.register,
+            cuMemHostUnregister=self.unregister,
+            hipHostRegister=self.register,
+            hipHostUnregister=self.unregister,
+            hipGetLastError=lambda: self.call("drain"),
+        )
+        monkeypatch.setattr(cuda_driver, "driver_library", lambda *, is_rocm: library)
         empty = torch.empty
 
         def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -99,12 +106,18 @@ class Gpu:
     def stream(self, stream: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def register(self, address: int, length: int, flags: int) -> int:
-        self.registered[address] = length
+    def runtime(self) -> None:
+        raise AssertionError("it would keep a refusal, and tell it of the thread's next kernel")
+
+    def register(self, address: ctypes.c_void_p, length: ctypes.c_size_t, flags: int) -> int:
+        assert self.log[-1] == "mem_get_info", "the driver wants a thread that torch has made ready"
+        assert flags == 1, "for all GPUs of this process"
+        self.registered[address.value or 0] = length.value
         return 1 if self.broken == "register" else 0
 
-    def unregister(self, address: int) -> int:
-        del self.registered[address]
+    def unregister(self, address: ctypes.c_void_p) -> int:
+        assert self.log[-1] == "mem_get_info"
+        del self.registered[address.value or 0]
         return 0
 
     def _call(self, name: str) -> Any:
@@ -228,13 +241,23 @@ def test_a_fence_that_cannot_be_had_is_the_fault_of_its_job(gpu: Gpu) -> None:
         fence.wait()
 
 
+@pytest.mark.parametrize(
+    ("hip", "call"), [(None, "cuMemHostRegister_v2"), ("7.1", "hipHostRegister")]
+)
 def test_memory_that_the_driver_refuses_stays_as_it_is(
-    gpu: Gpu, caplog: pytest.LogCaptureFixture
+    gpu: Gpu,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    hip: str | None,
+    call: str,
 ) -> None:
+    """And nobody else is told of it: of ROCm the driver is the runtime, which keeps it."""
     bed = Bed()
+    monkeypatch.setattr(torch.version, "hip", hip)
     gpu.broken = "register"
     bed.device.pin(bed.mapping, lambda: False)
-    assert "cudaHostRegister failed with CUDA error 1" in caplog.text
+    assert f"{call} failed with GPU error 1" in caplog.text
+    assert ("drain" in gpu.log) == (hip is not None)
     gpu.broken = None
     bed.check_both_ways()
 
