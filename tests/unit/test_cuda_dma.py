@@ -1,6 +1,7 @@
 """How the driver of a GPU is asked for copies: by a driver made of Python, with C's calling rules."""
 
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, batch_entry, loop_entry
+from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, batch_entry, driver_library, loop_entry
 from kvstrata.transfer.driver import DeviceFault
 
 STREAM = 0x1234
@@ -168,7 +169,7 @@ def test_without_bindings_and_without_a_gpu_nothing_is_found(
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert batch_entry() is None
 
-    def missing(name: str) -> None:
+    def missing(name: str, mode: int) -> None:
         raise OSError(name)
 
     monkeypatch.setattr("ctypes.CDLL", missing)
@@ -183,8 +184,30 @@ def test_the_plain_copy_is_that_of_the_installed_library(
 ) -> None:
     fake = FakeDriver()
     library = SimpleNamespace(hipMemcpyAsync=fake.loop_of_rocm, cuMemcpyAsync=fake.loop)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: library)
     source, target, spans = copies()
     source[24:40] = 0
     LoopCopy(loop_entry(is_rocm=is_rocm), is_rocm=is_rocm, is_pinned=True)(*spans, STREAM)
     assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "installed", "expected"),
+    [
+        (["libamdhip64.so.6"], ["libamdhip64.so", "libamdhip64.so.6"], "libamdhip64.so.6"),
+        ([], ["libamdhip64.so", "libamdhip64.so.7"], "libamdhip64.so"),
+        (["libamdhip64.so.7"], [], "libamdhip64.so.7"),
+    ],
+)
+def test_the_library_that_torch_has_loaded_is_taken_before_another_one(
+    monkeypatch: pytest.MonkeyPatch, loaded: list[str], installed: list[str], expected: str
+) -> None:
+    """A second runtime would know nothing of torch's streams."""
+
+    def load(name: str, mode: int) -> str:
+        if name not in (loaded if mode == os.RTLD_NOLOAD else installed):
+            raise OSError(name)
+        return name
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert driver_library(is_rocm=True) == expected  # type: ignore[comparison-overlap]  # by its name

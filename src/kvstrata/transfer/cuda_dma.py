@@ -7,6 +7,7 @@ releases the GIL meanwhile: the driver has a whole list to go through.
 
 import contextlib
 import ctypes
+import os
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -148,9 +149,10 @@ def loop_entry(*, is_rocm: bool) -> int:
 
 
 def driver_library(*, is_rocm: bool) -> ctypes.CDLL:
-    """The driver's own library. Raises ``DeviceFault`` if there is none."""
+    """The driver's own library, which torch has loaded. Raises ``DeviceFault`` if there is none."""
     names = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
-    for name in names if is_rocm else ("libcuda.so.1",):
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(name)
+    for mode in (os.RTLD_NOLOAD, ctypes.DEFAULT_MODE):  # another HIP would be a second runtime
+        for name in names if is_rocm else ("libcuda.so.1",):
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(name, mode)
     raise DeviceFault("the driver's library of this GPU cannot be loaded")
