@@ -102,6 +102,19 @@ def check(device: torch.device, case: Case, stored: torch.dtype) -> None:
     assert error <= TOLERANCE[case.dtype] * max(1.0, values.abs().max().item())
 
 
+def test_queries_may_be_further_apart_than_numbers_of_32_bits(device: torch.device) -> None:
+    far = torch.empty(
+        (2 << 30) + 16, dtype=torch.float16, device=device
+    )  # of which little is touched
+    queries = far.as_strided((3, 1, 16), (1 << 30, 16, 1))
+    near = torch.randn(3, 1, 16, device=device).to(torch.float16)
+    queries.copy_(near)
+    cache = torch.randn(1, 1, 4, 32, device=device).to(torch.float16)
+    kv = PagedKV(cache, torch.zeros(1, dtype=torch.int64, device=device), 16)
+    positions = torch.tensor([1, 3, 2], device=device)
+    assert torch.equal(attend(queries, positions, kv, 0.3), attend(near, positions, kv, 0.3))
+
+
 def test_no_query_is_no_work_and_what_does_not_fit_is_refused(device: torch.device) -> None:
     kv = PagedKV(torch.zeros(2, 2, 4, 16, device=device), torch.arange(2, device=device), 8)
     queries = torch.zeros(3, 4, 8, device=device)

@@ -74,8 +74,8 @@ def _attend(
     KEYS: tl.constexpr,
     FACTOR: tl.constexpr,  # type of what matrices are multiplied of
 ):
-    number = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    head = tl.program_id(1)
+    number = (tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)  # times strides
+    head = tl.program_id(1).to(tl.int64)
     is_query = number < count
     position = tl.load(positions + number, is_query, -1)
     of_key = tl.arange(0, KEY_PADDED)
