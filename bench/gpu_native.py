@@ -71,7 +71,7 @@ def pieces(bed: Bed) -> Spans:
     slots, within = np.divmod(np.arange(len(blocks)), geometry.per_slot)
     start = int(bed.mapping.data.ctypes.data)
     addresses = start + slots * bed.mapping.slot_bytes + within * geometry.row_bytes
-    return places.spans(blocks, HostRows(addresses, within == 0), most_bytes=1)
+    return places.spans(blocks, HostRows(addresses, np.ones(len(blocks), np.bool_)))
 
 
 def _copies(native: NativeCopy, spans: Spans) -> Callable[..., None]:

@@ -85,7 +85,8 @@ def problem() -> str | None:
 def run_tests() -> bool:
     """The tests that need a GPU, and the kernels compiled; whether all have passed."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider"]
+    command += ["-W", "default", *TESTS]  # of versions that this repository does not choose
     environ |= {"KERNEL_TESTS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environ, timeout=TEST_SECONDS, check=False)

@@ -232,6 +232,28 @@ def bounds(text: str) -> list[tuple[str, str]]:
     return [(what, bound) for _, what, _, bound, *_ in cells]
 
 
+@pytest.mark.parametrize(
+    ("body", "passed"),
+    [
+        ("warnings.warn('TRITON_DEFAULT_FP_FUSION is unset', UserWarning)", True),
+        ("assert 'TRITON_INTERPRET' not in os.environ", True),
+        ("assert os.environ['KERNEL_TESTS']", True),
+        ("assert False", False),
+    ],
+)
+def test_a_test_on_a_gpu_may_be_warned_but_must_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, passed: bool
+) -> None:
+    """Under this repository's own settings, and whatever its environment says."""
+    settings = Path(script.__file__).parents[1] / "pyproject.toml"
+    (tmp_path / settings.name).write_bytes(settings.read_bytes())
+    (tmp_path / "test_it.py").write_text(f"import os, warnings\ndef test_it(): {body}\n")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "TESTS", ("test_it.py",))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert script.run_tests() is passed
+
+
 def test_without_a_gpu_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([]) == 2
     assert "finds no GPU here" in capsys.readouterr().err

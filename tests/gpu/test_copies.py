@@ -12,22 +12,6 @@ from kvstrata.transfer.cuda_ways import find_ways, is_rocm
 MIB = 1 << 20
 
 
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Pieces that the kernel has copied, by call; those of the choice at start are the first."""
-    from kvstrata.transfer import cuda_triton
-
-    calls: list[int] = []
-    kernel = cuda_triton.copy_by_kernel
-
-    def counted(targets: Any, sources: Any, lengths: Any, device: torch.device) -> None:
-        calls.append(len(lengths))
-        kernel(targets, sources, lengths, device)
-
-    monkeypatch.setattr(cuda_triton, "copy_by_kernel", counted)
-    return calls
-
-
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: g.name)
 def test_every_byte_is_back(geometry: Geometry, by_kernel: bool, kernel_calls: list[int]) -> None:
@@ -68,4 +52,5 @@ def test_a_save_reads_what_the_engine_has_launched() -> None:
 
 
 def test_a_driver_of_cuda_has_batches() -> None:
+    torch.cuda.init()
     assert (find_ways(torch.device("cuda", 0)).batch is None) == is_rocm()

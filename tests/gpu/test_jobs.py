@@ -14,13 +14,15 @@ class Gpu:
     device = torch.device("cuda", 0)
     scale = 1024  # pages of half a MiB: several chunks
 
-    def __init__(self, *, by_kernel: bool) -> None:
+    def __init__(self, kernel_calls: list[int], *, by_kernel: bool) -> None:
+        self._kernel_calls = kernel_calls
         self._by_kernel = by_kernel
 
     def open(self, pages: Sequence[Sequence[torch.Tensor]]) -> PagedDevice:
         opened: Any = open_device(pages)
         for queue in (opened._loads, opened._saves):
             queue._stream.kernel_bytes = 1 << 62 if self._by_kernel else 0
+        self._kernel_calls.clear()  # of the choice at start
         device: PagedDevice = opened
         return device
 
@@ -36,5 +38,7 @@ class Gpu:
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("do", JOBS)
-def test_jobs(do: Callable[[Engine], None], by_kernel: bool) -> None:
-    do(Gpu(by_kernel=by_kernel))
+def test_jobs(do: Callable[[Engine], None], by_kernel: bool, kernel_calls: list[int]) -> None:
+    do(Gpu(kernel_calls, by_kernel=by_kernel))
+    if torch.version.hip is None:
+        assert (kernel_calls != []) == by_kernel

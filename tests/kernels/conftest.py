@@ -17,3 +17,16 @@ def device() -> object:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``fp8``: each type of eight bits; what this GPU cannot convert is left out, with a word."""
+    if "fp8" not in metafunc.fixturenames:
+        return
+    import torch
+
+    has_cuda = torch.cuda.is_available() and torch.version.hip is None
+    lacks = has_cuda and torch.cuda.get_device_capability() < (8, 9)
+    left_out = pytest.mark.skipif(lacks, reason="GPUs below 8.9 do not convert float8_e4m3fn")
+    each = [pytest.param(torch.float8_e4m3fn, marks=left_out, id="e4m3"), torch.float8_e5m2]
+    metafunc.parametrize("fp8", each, ids=str)

@@ -2,7 +2,6 @@
 
 import ctypes
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -91,17 +90,14 @@ def by_byte(spans: Spans) -> dict[int, int]:
     return found
 
 
-@given(copies(), st.integers(1, 40))
+@given(copies())
 def test_spans_are_the_bytes_of_the_reference(
-    copy: tuple[list[Bytes], list[int], HostRows, Bytes], most_bytes: int
+    copy: tuple[list[Bytes], list[int], HostRows, Bytes],
 ) -> None:
     pages, blocks, rows, _ = copy
     places, numbers = places_of(pages), np.array(blocks, np.int64)
     for layer in (None, *range(len(pages))):
         assert by_byte(places.spans(numbers, rows, layer)) == naive(pages, blocks, rows, layer)
-    limited = places.spans(numbers, rows, most_bytes=most_bytes)
-    assert by_byte(limited) == naive(pages, blocks, rows, None)
-    assert all(n <= max(most_bytes, places.device_block_bytes) for n in limited.lengths_bytes)
 
 
 @given(copies())
@@ -141,19 +137,44 @@ def test_pieces_that_touch_on_both_sides_are_one_unless_a_row_begins_apart(
     assert apart <= {*spans.host.tolist()}
 
 
-@given(copies(), st.integers(1, 30), st.integers(1, 4))
-def test_chunks_are_all_of_it_in_order_and_small(
-    copy: tuple[list[Bytes], list[int], HostRows, Bytes], most_bytes: int, most_spans: int
+@given(copies(), st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 4))
+def test_chunks_are_all_of_it_in_order_and_no_larger_than_they_may_be_by_then(
+    copy: tuple[list[Bytes], list[int], HostRows, Bytes], limits: list[int], most_spans: int
 ) -> None:
     pages, blocks, rows, _ = copy
     spans = places_of(pages).spans(np.array(blocks, np.int64), rows)
+    asked: list[int] = []
+
+    def most_bytes() -> int:
+        asked.append(limits[len(asked) % len(limits)])
+        return asked[-1]
+
     parts = list(chunks(spans, most_bytes, most_spans))
-    for column, whole in enumerate(spans):
-        joined: Any = np.concatenate([part[column] for part in parts] or [whole])
-        assert np.array_equal(joined, whole)
-    for part in parts:
+    whole = list(by_byte(spans).items())
+    assert [pair for part in parts for pair in by_byte(part).items()] == whole
+    assert len(asked) == len(parts)
+    for part, limit in zip(parts, asked, strict=True):
         assert 1 <= len(part.device) <= most_spans
-        assert part.total_bytes <= most_bytes or len(part.device) == 1
+        assert part.total_bytes <= limit
+
+
+def test_only_spans_that_are_longer_than_a_chunk_are_split() -> None:
+    """Their pieces fill chunks, so that no small one is between two large ones."""
+    lengths = np.array([5, 5, 2, 3, 3, 9], np.int64)
+    spans = Spans(np.arange(6) * 100, np.arange(6) * 200, lengths)
+    found = [
+        [part.device.tolist(), part.host.tolist(), part.lengths_bytes.tolist()]
+        for part in chunks(spans, lambda: 4, 3)
+    ]
+    assert found == [
+        [[0], [0], [4]],
+        [[4, 100], [4, 200], [1, 3]],
+        [[103, 200], [203, 400], [2, 2]],
+        [[300], [600], [3]],
+        [[400, 500], [800, 1000], [3, 1]],
+        [[501], [1001], [4]],
+        [[505], [1005], [4]],
+    ]
 
 
 def test_a_block_of_all_layers_is_one_span_where_blocks_are_outermost() -> None:

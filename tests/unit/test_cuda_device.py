@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.transfer import cuda_device, cuda_measure, measure
+from kvstrata.transfer import cuda_device, cuda_driver, cuda_measure, measure
 from kvstrata.transfer.cuda_device import open_device
 from kvstrata.transfer.cuda_ways import Ways
 from kvstrata.transfer.driver import DeviceFault
@@ -36,7 +36,9 @@ class Gpu:
         self.kernel_seconds = 1.0
         self.now = 0.0
         self.registered: dict[int, int] = {}
-        self.ways = Ways(self._call("single"), self._call("dma"), self._kernel)
+        self.ways = Ways(
+            self._call("single"), self._call("pinned"), self._call("dma"), self._kernel
+        )
         gpu = self
 
         class Stream:
@@ -66,14 +68,21 @@ class Gpu:
             "set_device": lambda _: self.call("set_device"),
             "current_stream": lambda _: Stream(),
             "stream": self.stream,
-            "cudart": lambda: SimpleNamespace(
-                cudaHostRegister=self.register, cudaHostUnregister=self.unregister
-            ),
+            "cudart": self.runtime,
+            "mem_get_info": lambda: self.call("mem_get_info"),
             "is_available": lambda: True,
             "get_device_name": lambda: "a simulated GPU",
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        library = SimpleNamespace(
+            cuMemHostRegister_v2=self.register,
+            cuMemHostUnregister=self.unregister,
+            hipHostRegister=self.register,
+            hipHostUnregister=self.unregister,
+            hipGetLastError=lambda: self.call("drain"),
+        )
+        monkeypatch.setattr(cuda_driver, "driver_library", lambda *, is_rocm: library)
         empty = torch.empty
 
         def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -83,22 +92,32 @@ class Gpu:
         monkeypatch.setattr(cuda_measure, "_TOTAL_BYTES", 1 << 16)
         monkeypatch.setattr("kvstrata.transfer.cuda_measure.perf_counter", lambda: self.now)
         for module in (cuda_device, cuda_measure):
-            monkeypatch.setattr(module, "find_ways", lambda device: self.ways)
+            monkeypatch.setattr(module, "find_ways", self.find_ways)
 
     def call(self, name: str) -> None:
         self.log.append(name)
         if self.broken == name:
             raise self.error
 
+    def find_ways(self, device: object) -> Ways:
+        assert "set_device" in self.log, "the driver says nothing before torch has begun with it"
+        return self.ways
+
     def stream(self, stream: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def register(self, address: int, length: int, flags: int) -> int:
-        self.registered[address] = length
+    def runtime(self) -> None:
+        raise AssertionError("it would keep a refusal, and tell it of the thread's next kernel")
+
+    def register(self, address: ctypes.c_void_p, length: ctypes.c_size_t, flags: int) -> int:
+        assert self.log[-1] == "mem_get_info", "the driver wants a thread that torch has made ready"
+        assert flags == 1, "for all GPUs of this process"
+        self.registered[address.value or 0] = length.value
         return 1 if self.broken == "register" else 0
 
-    def unregister(self, address: int) -> int:
-        del self.registered[address]
+    def unregister(self, address: ctypes.c_void_p) -> int:
+        assert self.log[-1] == "mem_get_info"
+        del self.registered[address.value or 0]
         return 0
 
     def _call(self, name: str) -> Any:
@@ -222,13 +241,23 @@ def test_a_fence_that_cannot_be_had_is_the_fault_of_its_job(gpu: Gpu) -> None:
         fence.wait()
 
 
+@pytest.mark.parametrize(
+    ("hip", "call"), [(None, "cuMemHostRegister_v2"), ("7.1", "hipHostRegister")]
+)
 def test_memory_that_the_driver_refuses_stays_as_it_is(
-    gpu: Gpu, caplog: pytest.LogCaptureFixture
+    gpu: Gpu,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    hip: str | None,
+    call: str,
 ) -> None:
+    """And nobody else is told of it: of ROCm the driver is the runtime, which keeps it."""
     bed = Bed()
+    monkeypatch.setattr(torch.version, "hip", hip)
     gpu.broken = "register"
     bed.device.pin(bed.mapping, lambda: False)
-    assert "cudaHostRegister failed with CUDA error 1" in caplog.text
+    assert f"{call} failed with GPU error 1" in caplog.text
+    assert ("drain" in gpu.log) == (hip is not None)
     gpu.broken = None
     bed.check_both_ways()
 
@@ -288,24 +317,24 @@ def test_batches_that_are_refused_give_place_to_single_copies(
     gpu.broken, gpu.error = "dma", DeviceFault("refused with CUDA error 801")
     with caplog.at_level(logging.INFO):
         bed = Bed()
-    assert "loads by simulated single (" in caplog.text
-    assert "saves by simulated single (" in caplog.text
+    assert "loads by simulated pinned (" in caplog.text
+    assert "saves by simulated pinned (" in caplog.text
     assert "; no simulated dma: refused with CUDA error 801" in caplog.text
-    assert "single" in gpu.log
+    assert "pinned" in gpu.log
     bed.device.pin(bed.mapping, lambda: False)
     gpu.log.clear()
     bed.check_both_ways()
-    assert gpu.log.count("single") == 2
-    assert "dma" not in gpu.log
+    assert gpu.log.count("pinned") == 2
+    assert not {"dma", "single"} & {*gpu.log}
 
 
 def test_where_nothing_copies_that_is_said(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     gpu.ways = gpu.ways._replace(batch=None, kernel=None)
-    gpu.broken, gpu.error = "single", DeviceFault("refused")
+    gpu.broken, gpu.error = "pinned", DeviceFault("refused")
     with caplog.at_level(logging.INFO):
         Bed()
-    assert "loads by simulated single (0.0 GiB/s)" in caplog.text
-    assert "; simulated single fails: refused" in caplog.text
+    assert "loads by simulated pinned (0.0 GiB/s)" in caplog.text
+    assert "; simulated pinned fails: refused" in caplog.text
 
 
 def test_scratch_memory_is_kept_until_nothing_is_under_way_in_it(gpu: Gpu) -> None:

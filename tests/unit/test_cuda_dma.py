@@ -1,14 +1,17 @@
 """How the driver of a GPU is asked for copies: by a driver made of Python, with C's calling rules."""
 
 import ctypes
+import os
 import sys
+import threading
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, batch_entry, loop_entry
+from kvstrata.transfer.cuda_dma import BatchCopy, LoopCopy, batch_entry, driver_library, loop_entry
 from kvstrata.transfer.driver import DeviceFault
 
 STREAM = 0x1234
@@ -27,8 +30,9 @@ class FakeDriver:
         self.asked: list[tuple[int, ...]] = []
         self.status = status
         self.batch = BatchCopy.SIGNATURE(self._batch)
-        self.loop = LoopCopy.SIGNATURE(self._loop)
-        self.loop_of_rocm = LoopCopy.SIGNATURE_OF_ROCM(self._loop_of_rocm)
+        self.loop = ctypes.CFUNCTYPE(ctypes.c_int, *LoopCopy.ARGUMENTS)(self._loop)
+        of_rocm = ctypes.CFUNCTYPE(ctypes.c_int, *LoopCopy.ARGUMENTS_OF_ROCM)
+        self.loop_of_rocm = of_rocm(self._loop_of_rocm)
 
     def _batch(self, *arguments: Any) -> int:
         targets, sources, lengths, count, attributes, firsts, kinds, refused, stream = arguments
@@ -77,16 +81,44 @@ def test_arrays_in_pieces_are_made_whole() -> None:
     assert np.array_equal(target, source)
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
 @pytest.mark.parametrize("is_rocm", [False, True])
-def test_without_it_each_span_is_a_call(is_rocm: bool) -> None:
+def test_without_it_each_span_is_a_call(is_rocm: bool, is_pinned: bool) -> None:
     fake = FakeDriver()
     source, target, spans = copies()
     source[24:40] = 0
     entry = address_of(fake.loop_of_rocm if is_rocm else fake.loop)
-    LoopCopy(entry, is_rocm=is_rocm)(*spans, STREAM)
+    LoopCopy(entry, is_rocm=is_rocm, is_pinned=is_pinned)(*spans, STREAM)
     assert np.array_equal(target, source)
     by_address = (4,) if is_rocm else ()
     assert fake.asked == [(length, *by_address, STREAM) for length in (24, 8, 16)]
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_calls_that_come_back_at_once_keep_the_interpreter(is_pinned: bool) -> None:
+    """A busy thread that gets it at every span keeps it for 5 ms each time."""
+    calls_ended, other_ran = [], []
+    usleep = address_of(ctypes.CDLL(None).usleep)  # takes the target for microseconds
+    copy = LoopCopy(usleep, is_rocm=False, is_pinned=is_pinned)
+    gate = threading.Lock()
+    gate.acquire()
+
+    def other() -> None:
+        with gate:
+            other_ran.append(time.perf_counter())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(10.0)  # nothing takes the interpreter away
+        gate.release()
+        copy(np.array([30_000]), np.array([0]), np.array([0]), STREAM)
+        calls_ended.append(time.perf_counter())
+    finally:
+        sys.setswitchinterval(before)
+    thread.join()
+    assert (other_ran < calls_ended) == (not is_pinned)
 
 
 def test_what_the_driver_refuses_is_a_fault() -> None:
@@ -95,7 +127,7 @@ def test_what_the_driver_refuses_is_a_fault() -> None:
     with pytest.raises(DeviceFault, match="3 copies with CUDA error 719"):
         BatchCopy(address_of(fake.batch))(*spans, STREAM)
     with pytest.raises(DeviceFault, match="24 bytes was refused with GPU error 719"):
-        LoopCopy(address_of(fake.loop), is_rocm=False)(*spans, STREAM)
+        LoopCopy(address_of(fake.loop), is_rocm=False, is_pinned=True)(*spans, STREAM)
     assert fake.asked[1:] == [(24, STREAM)]
 
 
@@ -137,7 +169,7 @@ def test_without_bindings_and_without_a_gpu_nothing_is_found(
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert batch_entry() is None
 
-    def missing(name: str) -> None:
+    def missing(name: str, mode: int) -> None:
         raise OSError(name)
 
     monkeypatch.setattr("ctypes.CDLL", missing)
@@ -152,8 +184,30 @@ def test_the_plain_copy_is_that_of_the_installed_library(
 ) -> None:
     fake = FakeDriver()
     library = SimpleNamespace(hipMemcpyAsync=fake.loop_of_rocm, cuMemcpyAsync=fake.loop)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: library)
     source, target, spans = copies()
     source[24:40] = 0
-    LoopCopy(loop_entry(is_rocm=is_rocm), is_rocm=is_rocm)(*spans, STREAM)
+    LoopCopy(loop_entry(is_rocm=is_rocm), is_rocm=is_rocm, is_pinned=True)(*spans, STREAM)
     assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "installed", "expected"),
+    [
+        (["libamdhip64.so.6"], ["libamdhip64.so", "libamdhip64.so.6"], "libamdhip64.so.6"),
+        ([], ["libamdhip64.so", "libamdhip64.so.7"], "libamdhip64.so"),
+        (["libamdhip64.so.7"], [], "libamdhip64.so.7"),
+    ],
+)
+def test_the_library_that_torch_has_loaded_is_taken_before_another_one(
+    monkeypatch: pytest.MonkeyPatch, loaded: list[str], installed: list[str], expected: str
+) -> None:
+    """A second runtime would know nothing of torch's streams."""
+
+    def load(name: str, mode: int) -> str:
+        if name not in (loaded if mode == os.RTLD_NOLOAD else installed):
+            raise OSError(name)
+        return name
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert driver_library(is_rocm=True) == expected  # type: ignore[comparison-overlap]  # by its name

@@ -36,7 +36,7 @@ def library(*, fails: bool = False) -> Any:
 def test_the_node_of_a_gpu_is_that_of_its_place_on_the_bus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_rocm: bool
 ) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library())
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: library())
     assert pci_address(1, is_rocm=is_rocm) == "0000:b1:00.0"
     monkeypatch.setattr(numa.node_of_pci, "__defaults__", (tmp_path,))
     (tmp_path / "0000:b1:00.0").mkdir()
@@ -46,10 +46,10 @@ def test_the_node_of_a_gpu_is_that_of_its_place_on_the_bus(
 
 
 def test_a_driver_that_does_not_tell_leaves_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library(fails=True))
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: library(fails=True))
     assert pci_address(0, is_rocm=False) is None
 
-    def missing(name: str) -> None:
+    def missing(name: str, mode: int) -> None:
         raise OSError(name)
 
     monkeypatch.setattr("ctypes.CDLL", missing)

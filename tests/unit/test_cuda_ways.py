@@ -47,7 +47,7 @@ def library(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
         knows_host_addresses=1,
         status=0,
     )
-    monkeypatch.setattr("ctypes.CDLL", lambda name: made)
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: made)
     monkeypatch.setattr(cuda_ways, "find_kernel", lambda: KERNEL)
     install(monkeypatch, 0, address_of(fake.batch))
     return made
@@ -93,7 +93,7 @@ def test_without_batches_and_triton_single_copies_are_left(
     install(monkeypatch, 500, 0)
     monkeypatch.setattr(cuda_ways, "find_kernel", lambda: None)
     ways = find_ways(GPU)
-    assert (ways.dma, ways.batch, ways.kernel) == (ways.single, None, None)
+    assert (ways.dma, ways.batch, ways.kernel) == (ways.single_pinned, None, None)
     assert ways.notes == ("no kernel: triton is not installed",)
 
 
@@ -104,7 +104,7 @@ def test_the_kernel_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("hip", [None, "7.1"])
 def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
-    def missing(name: str) -> None:
+    def missing(name: str, mode: int) -> None:
         raise OSError(name)
 
     monkeypatch.setattr("ctypes.CDLL", missing)

@@ -229,6 +229,33 @@ def test_saves_have_the_link_to_themselves_while_no_step_runs() -> None:
     assert wire.most_in_flight == 8
 
 
+def test_a_step_that_begins_in_the_middle_of_a_save_has_small_chunks_before_it_from_then_on() -> (
+    None
+):
+    wire = Wire()
+    saves, pace = wire.saves()
+    flight = Flight()
+    copy = wire.copy
+
+    def begin_a_step(spans: Spans) -> None:
+        copy(spans)
+        if len(wire.chunks) == 3:
+            pace.step_begins()
+
+    wire.copy = begin_a_step  # type: ignore[method-assign]  # a step begins meanwhile
+    saves.submit(spans(24, 1), flight)
+    flight.wait()
+    assert wire.chunks == [4, 4, 4, *[2] * 6]
+
+
+def test_a_piece_that_is_larger_than_a_chunk_is_copied_in_several() -> None:
+    wire = Wire()
+    loads = CopyQueue(wire, Link(), pace=None, limits=CopyLimits(4, 100, 2, 2))
+    loads.submit(spans(3, 40), flight := Flight())
+    flight.wait()
+    assert (wire.chunks, wire.most_in_flight) == ([4] * 30, 8)
+
+
 def test_what_a_short_save_owes_the_next_one_pays() -> None:
     """Many small saves take no more of the link than one large one."""
     wire = Wire()

@@ -383,6 +383,42 @@ def test_a_load_that_is_not_asked_for_by_its_deadline_is_stopped(
     half.shutdown()
 
 
+def test_a_load_that_does_not_stop_is_waited_for_and_that_is_said(
+    config: VllmConfig, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a failed load are computed anew, and a copy that is under way would be on top."""
+    half = layerwise_half(config, load_timeout_seconds=0.0)
+    driver, asked, told = gpus.drivers[0], threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def during_copy() -> None:
+        asked.set()
+        assert told.wait(PATIENCE_SECONDS)
+
+    def warning(text: str, *values: object) -> None:
+        said.append(text % values)
+        assert half.report() is None
+        told.set()
+
+    driver.during_copy = during_copy
+    monkeypatch.setattr(worker, "_STOP_SECONDS", 0.05)
+    monkeypatch.setattr(worker._log, "warning", warning)
+    cancel = half._lanes.cancel
+
+    def cancelled(handle: Any) -> None:
+        assert asked.wait(PATIENCE_SECONDS)
+        cancel(handle)
+
+    half._lanes.cancel = cancelled  # type: ignore[method-assign]
+    half.begin_step(LOAD)
+    half.start_load(LOAD)
+    half.collect()
+    assert "still runs 0.05 s after it was told to stop" in said[0]
+    assert half.report() == WorkerReport(load_done={2: 1})  # it has arrived after all
+    driver.during_copy = lambda: None
+    half.shutdown()
+
+
 def test_a_part_that_is_stale_takes_no_other_load_of_its_step_with_it(forward: Attention) -> None:
     plan = StepPlan(
         SERVER,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstrata.blend.readable import check_readable
 from kvstrata.core.errors import InvariantViolated
 
 __all__ = ["PagedKV", "attend"]
@@ -73,8 +74,8 @@ def _attend(
     KEYS: tl.constexpr,
     FACTOR: tl.constexpr,  # type of what matrices are multiplied of
 ):
-    number = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    head = tl.program_id(1)
+    number = (tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)  # times strides
+    head = tl.program_id(1).to(tl.int64)
     is_query = number < count
     position = tl.load(positions + number, is_query, -1)
     of_key = tl.arange(0, KEY_PADDED)
@@ -118,6 +119,9 @@ def attend(
         queries: (queries, heads, key size) of float32, bfloat16 or float16; the last stride is 1.
         positions: int64 (queries,), in any order, each of a token whose KV is in ``kv.pages``.
         scale: What the products are multiplied with.
+
+    Raises:
+        ConfigError: This GPU has no instructions for the elements of the cache.
     """
     _check(queries, positions, kv)
     count, heads, key_size = queries.shape
@@ -148,6 +152,7 @@ def attend(
         QUERIES=_QUERIES,
         KEYS=_KEYS,
         FACTOR=_FACTORS[queries.dtype],
+        enable_fp_fusion=True,
     )
     return out
 
@@ -163,3 +168,4 @@ def _check(queries: torch.Tensor, positions: torch.Tensor, kv: PagedKV) -> None:
         raise InvariantViolated(f"keys of {kv.key_size} elements: queries and pages are {shapes}")
     if queries.shape[1] % cache.shape[1] or positions.shape != queries.shape[:1]:
         raise InvariantViolated(f"{len(positions)} positions: queries and pages are {shapes}")
+    check_readable(cache)

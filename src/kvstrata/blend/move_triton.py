@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstrata.blend.readable import check_readable
 from kvstrata.core.errors import InvariantViolated
 
 __all__ = ["Moves", "Rope", "move_tokens"]
@@ -18,6 +19,7 @@ __all__ = ["Moves", "Rope", "move_tokens"]
 _FLOATING: Final = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTISED: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOAT_BITS: Final = 23  # of the fraction of a float32
+_HEADS: Final = 8  # of a token at a time: what hides the memory's latency, and fits in registers
 _ROUNDS: Final = 1.5 * 2**_FLOAT_BITS  # numbers around it are whole
 
 
@@ -39,6 +41,12 @@ class Moves(NamedTuple):
     target_slots: torch.Tensor
     source_positions: torch.Tensor
     target_positions: torch.Tensor
+
+
+@triton.jit
+def _place(pages, slot, page_stride, token_stride, page_tokens):
+    """Where a slot is, in its first head."""
+    return pages + slot // page_tokens * page_stride + slot % page_tokens * token_stride
 
 
 @triton.jit
@@ -65,6 +73,18 @@ def _rounded(x, most, smallest, shift, DROPPED: tl.constexpr):
 
 
 @triton.jit
+def _turned(left, right, cos, sin, most, smallest, shift, DROPPED: tl.constexpr):
+    """Pairs of a key's elements, of its own type."""
+    x = left.to(tl.float32)
+    y = right.to(tl.float32)
+    x, y = x * cos - y * sin, y * cos + x * sin
+    if DROPPED:
+        x = _rounded(x, most, smallest, shift, DROPPED)
+        y = _rounded(y, most, smallest, shift, DROPPED)
+    return x.to(left.dtype), y.to(left.dtype)
+
+
+@triton.jit
 def _move(
     source,
     target,
@@ -81,6 +101,7 @@ def _move(
     target_head,
     target_token,
     target_tokens,
+    heads,
     table_row,
     most,  # largest finite number of the cache's type
     smallest,  # that has all of its bits
@@ -91,42 +112,43 @@ def _move(
     IS_NEOX: tl.constexpr,
     PAIRS: tl.constexpr,
     PADDED: tl.constexpr,
+    HEADS: tl.constexpr,  # at a time
     DROPPED: tl.constexpr,  # bits of a float32 that a quantised type lacks; 0 if it is not one
 ):
-    token, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(source_slots + token)
-    at = source + slot // source_tokens * source_page + slot % source_tokens * source_token
-    at += head * source_head
-    slot = tl.load(target_slots + token)
-    to = target + slot // target_tokens * target_page + slot % target_tokens * target_token
-    to += head * target_head
+    """One token, all heads of which turn by the same angles."""
+    token = tl.program_id(0)
+    at = _place(source, tl.load(source_slots + token), source_page, source_token, source_tokens)
+    to = _place(target, tl.load(target_slots + token), target_page, target_token, target_tokens)
 
-    place = tl.arange(0, PADDED)
-    is_kept = (place < WHOLE) & ((place < FIRST) | (place >= FIRST + ROTARY))
-    tl.store(to + place, tl.load(at + place, is_kept), is_kept)
-
+    before = tl.load(source_positions + token)
+    after = tl.load(target_positions + token)
+    moves = before != after
     pair = tl.arange(0, PAIRS)
-    is_pair = pair < ROTARY // 2
+    cos, sin = _turn(table + before * table_row, table + after * table_row, pair, ROTARY // 2)
+    cos, sin = cos[None, :], sin[None, :]
     if IS_NEOX:
         left = FIRST + pair
         right = left + ROTARY // 2
     else:
         left = FIRST + 2 * pair
         right = left + 1
-    before = tl.load(source_positions + token)
-    after = tl.load(target_positions + token)
-    cos, sin = _turn(table + before * table_row, table + after * table_row, pair, ROTARY // 2)
-    old_left = tl.load(at + left, is_pair, 0.0)
-    old_right = tl.load(at + right, is_pair, 0.0)
-    x = old_left.to(tl.float32)
-    y = old_right.to(tl.float32)
-    x, y = x * cos - y * sin, y * cos + x * sin
-    if DROPPED:
-        x = _rounded(x, most, smallest, shift, DROPPED)
-        y = _rounded(y, most, smallest, shift, DROPPED)
-    moves = before != after
-    tl.store(to + left, tl.where(moves, x.to(old_left.dtype), old_left), is_pair)
-    tl.store(to + right, tl.where(moves, y.to(old_left.dtype), old_right), is_pair)
+    is_pair = pair < ROTARY // 2
+    place = tl.arange(0, PADDED)
+    is_kept = (place < WHOLE) & ((place < FIRST) | (place >= FIRST + ROTARY))
+
+    for first in range(0, heads, HEADS):
+        head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # times strides
+        is_head = head < heads
+        row, to_row = at + head * source_head, to + head * target_head
+        kept = is_head & is_kept[None, :]
+        tl.store(to_row + place[None, :], tl.load(row + place[None, :], kept), kept)
+
+        turned = is_head & is_pair[None, :]
+        old_left = tl.load(row + left[None, :], turned, 0.0)
+        old_right = tl.load(row + right[None, :], turned, 0.0)
+        x, y = _turned(old_left, old_right, cos, sin, most, smallest, shift, DROPPED)
+        tl.store(to_row + left[None, :], tl.where(moves, x, old_left), turned)
+        tl.store(to_row + right[None, :], tl.where(moves, y, old_right), turned)
 
 
 def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: Rope) -> None:
@@ -140,6 +162,9 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         source: (pages, heads, tokens, K and V) with any strides but the last, which is 1; float32,
             bfloat16, float16, or float8.
         cache: The same, of the same dtype.
+
+    Raises:
+        ConfigError: This GPU has no instructions for such elements.
     """
     _check(source, cache, rope)
     tokens, heads = len(moves.source_slots), source.shape[1]
@@ -147,7 +172,7 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         return
     rotary_dim = rope.table.shape[1]
     numbers = torch.finfo(cache.dtype)
-    grid: Any = _move[(tokens, heads)]
+    grid: Any = _move[(tokens,)]
     grid(
         source,
         cache,
@@ -157,6 +182,7 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         source.shape[2],
         *cache.stride()[:3],
         cache.shape[2],
+        heads,
         rope.table.stride(0),
         numbers.max,
         numbers.smallest_normal,
@@ -167,7 +193,9 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         IS_NEOX=rope.is_neox,
         PAIRS=triton.next_power_of_2(max(1, rotary_dim // 2)),
         PADDED=triton.next_power_of_2(source.shape[3]),
+        HEADS=min(_HEADS, triton.next_power_of_2(heads)),
         DROPPED=_FLOAT_BITS + int(math.log2(numbers.eps)) if cache.dtype in _QUANTISED else 0,
+        enable_fp_fusion=True,
     )
 
 
@@ -183,3 +211,4 @@ def _check(source: torch.Tensor, cache: torch.Tensor, rope: Rope) -> None:
         raise InvariantViolated(f"{tuple(source.shape)} into {tuple(cache.shape)}")
     if rope.first_dim + rope.table.shape[1] > source.shape[3]:
         raise InvariantViolated(f"heads of {source.shape[3]} elements for {rope.table.shape[1]}")
+    check_readable(cache)

@@ -2,11 +2,12 @@
 
 ``cuMemcpyBatchAsync`` came with CUDA 12.8. It is called through its address, with the arrays as they
 are: the Python function of cuda-bindings would take lists, and make them one number at a time. ctypes
-releases the GIL meanwhile.
+releases the GIL meanwhile: the driver has a whole list to go through.
 """
 
 import contextlib
 import ctypes
+import os
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -104,21 +105,18 @@ class LoopCopy:
     """A call for each span."""
 
     name: Final = "DMA, a call for each span"
-    SIGNATURE: Final = ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
-    )
-    SIGNATURE_OF_ROCM: Final = ctypes.CFUNCTYPE(
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    )
+    ARGUMENTS: Final = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    ARGUMENTS_OF_ROCM: Final = (*ARGUMENTS[:3], ctypes.c_int, ctypes.c_void_p)
 
-    def __init__(self, entry: int, *, is_rocm: bool) -> None:
-        """*entry*: the address of ``cuMemcpyAsync`` or, with ROCm, of ``hipMemcpyAsync``."""
-        self._call: Any = (self.SIGNATURE_OF_ROCM if is_rocm else self.SIGNATURE)(entry)
+    def __init__(self, entry: int, *, is_rocm: bool, is_pinned: bool) -> None:
+        """*entry*: the address of ``cuMemcpyAsync`` or, with ROCm, of ``hipMemcpyAsync``.
+
+        A call for pinned memory comes back at once, and keeps the GIL: a busy thread would take it
+        for 5 ms at every span. One for other memory waits for the copy, and releases it.
+        """
+        signature: Any = ctypes.PYFUNCTYPE if is_pinned else ctypes.CFUNCTYPE
+        arguments = self.ARGUMENTS_OF_ROCM if is_rocm else self.ARGUMENTS
+        self._call: Any = signature(ctypes.c_int, *arguments)(entry)
         self._direction = (_DIRECTION_BY_ADDRESS,) if is_rocm else ()
 
     def __call__(self, targets: Numbers, sources: Numbers, lengths: Numbers, stream: int) -> None:
@@ -151,9 +149,10 @@ def loop_entry(*, is_rocm: bool) -> int:
 
 
 def driver_library(*, is_rocm: bool) -> ctypes.CDLL:
-    """The driver's own library. Raises ``DeviceFault`` if there is none."""
+    """The driver's own library, which torch has loaded. Raises ``DeviceFault`` if there is none."""
     names = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
-    for name in names if is_rocm else ("libcuda.so.1",):
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(name)
+    for mode in (os.RTLD_NOLOAD, ctypes.DEFAULT_MODE):  # another HIP would be a second runtime
+        for name in names if is_rocm else ("libcuda.so.1",):
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(name, mode)
     raise DeviceFault("the driver's library of this GPU cannot be loaded")

@@ -3,15 +3,20 @@
 torch is asked for streams and events only; what copies is in ``cuda_ways``.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from kvstrata.transfer.cuda_dma import driver_library
+from kvstrata.transfer.cuda_ways import is_rocm
 from kvstrata.transfer.driver import DeviceFault, Event
 
 __all__ = ["CudaDriver", "CudaEvent", "faults", "new_stream", "register", "unregister"]
+
+_PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable
 
 
 @contextmanager
@@ -70,14 +75,25 @@ def new_stream(device: torch.device) -> Any:
 
 def register(address: int, length_bytes: int) -> None:
     """Pin host memory, for this process and all its GPUs."""
-    _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, length_bytes, 0))
+    name = "hipHostRegister" if is_rocm() else "cuMemHostRegister_v2"
+    _ask(name, ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), _PORTABLE)
 
 
 def unregister(address: int) -> None:
     """Undo ``register`` of the memory that begins at *address*."""
-    _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
+    name = "hipHostUnregister" if is_rocm() else "cuMemHostUnregister"
+    _ask(name, ctypes.c_void_p(address))
 
 
-def _check(call: str, status: Any) -> None:
-    if int(status):
-        raise DeviceFault(f"{call} failed with CUDA error {int(status)}")
+def _ask(name: str, *arguments: Any) -> None:
+    """The driver itself: the runtime keeps a refusal, and tells it of this thread's next kernel.
+
+    Raises ``DeviceFault`` if it refuses.
+    """
+    with faults():
+        torch.cuda.mem_get_info()  # the driver wants a context, which the runtime gives a thread
+    library = driver_library(is_rocm=is_rocm())
+    if status := getattr(library, name)(*arguments):
+        if is_rocm():  # where both are one
+            library.hipGetLastError()
+        raise DeviceFault(f"{name} failed with GPU error {status}")

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from kvstrata.transfer.cuda_driver import faults
+from kvstrata.transfer.cuda_driver import CudaDriver, faults
 from kvstrata.transfer.cuda_place import numa_node
 from kvstrata.transfer.cuda_streams import CudaStream
 from kvstrata.transfer.cuda_ways import Ways, find_ways, is_rocm
@@ -45,7 +45,7 @@ def measure(device: torch.device, ways: Ways, pieces: Sequence[int]) -> tuple[Wa
         ways = ways._replace(batch=None, notes=(*ways.notes, f"no {ways.batch.name}: {why}"))
         measured, why = _try(device, ways, lists, by_kernel=False)
     if why is not None:
-        ways = ways._replace(notes=(*ways.notes, f"{ways.single.name} fails: {why}"))
+        ways = ways._replace(notes=(*ways.notes, f"{ways.dma.name} fails: {why}"))
     if ways.kernel is None:
         return ways, measured
     by_kernel, why = _try(device, ways, lists, by_kernel=True)
@@ -111,6 +111,7 @@ def report(choice: Choice, measured: Sequence[Measured], ways: Ways) -> str:
 def measure_here(pieces: Sequence[int]) -> dict[str, Any]:
     """What this machine's first GPU would choose for *pieces* of such sizes, or for usual ones."""
     device = torch.device("cuda", 0)
+    CudaDriver(device).enter()
     ways, measured = measure(device, find_ways(device), pieces or _USUAL_PIECES)
     node = numa_node(device, is_rocm=is_rocm())
     place = "" if node is None else f"; at NUMA node {node}"

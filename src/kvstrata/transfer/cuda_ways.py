@@ -25,6 +25,7 @@ class Ways(NamedTuple):
     """What copies; all but the first for pinned memory alone."""
 
     single: CopyCall
+    single_pinned: CopyCall
     batch: CopyCall | None = None
     kernel: Kernel | None = None
     notes: tuple[str, ...] = ()  # why one is missing
@@ -32,7 +33,7 @@ class Ways(NamedTuple):
     @property
     def dma(self) -> CopyCall:
         """What the copy engines are asked with for pinned memory."""
-        return self.single if self.batch is None else self.batch
+        return self.single_pinned if self.batch is None else self.batch
 
 
 def is_rocm() -> bool:
@@ -45,15 +46,18 @@ def find_ways(device: torch.device) -> Ways:
     A kernel is given addresses of this process, which are not everywhere the GPU's own.
     """
     rocm = is_rocm()
-    single = LoopCopy(loop_entry(is_rocm=rocm), is_rocm=rocm)
+    plain = loop_entry(is_rocm=rocm)
+    single, single_pinned = (
+        LoopCopy(plain, is_rocm=rocm, is_pinned=is_pinned) for is_pinned in (False, True)
+    )
     if rocm:
-        return Ways(single, notes=("no kernel: not on ROCm",))
+        return Ways(single, single_pinned, notes=("no kernel: not on ROCm",))
     if not knows_host_addresses(device.index or 0):
-        return Ways(single, notes=(_OWN_ADDRESSES,))
+        return Ways(single, single_pinned, notes=(_OWN_ADDRESSES,))
     entry, kernel = batch_entry(), find_kernel()
     batch = None if entry is None else BatchCopy(entry)
     notes = [] if kernel is not None else ["no kernel: triton is not installed"]
-    return Ways(single, batch, kernel, tuple(notes))
+    return Ways(single, single_pinned, batch, kernel, tuple(notes))
 
 
 def find_kernel() -> Kernel | None:

@@ -5,7 +5,7 @@ outermost (vLLM's BLHNC and BLNHC), and there a run of neighbouring blocks, too.
 outermost, a page is a span. ``bench/descriptors.py`` measures what a page costs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -66,13 +66,10 @@ class PagePlaces:
         device_blocks: Numbers,
         rows: HostRows,
         layer: int | None = None,
-        *,
-        most_bytes: int = 1 << 62,
     ) -> Spans:
         """What is copied between each device block and its row, or of one layer of them.
 
-        Blocks are joined up to *most_bytes*; what one block has in one piece stays so. Raises
-        ``IndexError`` if a block is not of this cache.
+        Raises ``IndexError`` if a block is not of this cache.
         """
         if device_blocks.shape != rows.addresses.shape or device_blocks.shape != rows.begins.shape:
             raise InvariantViolated(f"{len(rows.addresses)} rows for {len(device_blocks)} blocks")
@@ -82,7 +79,7 @@ class PagePlaces:
             raise IndexError(f"device blocks {device_blocks} of {self.num_blocks}")
         segments = self._whole if layer is None else self._layers[layer]
         if segments.is_dense and layer is None:
-            return segments.joined(device_blocks, rows, max(1, most_bytes // segments.row_bytes))
+            return segments.joined(device_blocks, rows)
         return segments.spans(device_blocks, rows.addresses)
 
 
@@ -115,20 +112,16 @@ class _Segments:
         host = np.add(rows[:, None], self._offsets)
         return Spans(device.reshape(-1), host.reshape(-1), lengths.reshape(-1))
 
-    def joined(self, blocks: Numbers, rows: HostRows, most_blocks: int) -> Spans:
+    def joined(self, blocks: Numbers, rows: HostRows) -> Spans:
         """A span for each run of blocks that follow each other on both sides."""
         each = self.spans(blocks, rows.addresses)
-        if len(blocks) < 2 or most_blocks == 1:
+        if len(blocks) < 2:
             return each
         begins = rows.begins.copy()
         begins[0] = True
         begins[1:] |= each.device[1:] - each.device[:-1] != self.row_bytes
         begins[1:] |= each.host[1:] - each.host[:-1] != self.row_bytes
         first = np.flatnonzero(begins)
-        if len(blocks) - first[-1] > most_blocks or (np.diff(first) > most_blocks).any():
-            number = np.arange(len(blocks))
-            in_run = number - np.repeat(first, np.diff(first, append=len(blocks)))
-            first = np.flatnonzero(in_run % most_blocks == 0)
         lengths = np.diff(first, append=len(blocks)) * self.row_bytes
         return Spans(each.device[first], each.host[first], lengths)
 
@@ -138,13 +131,34 @@ def _follows(page: PagePlace, piece: tuple[int, int, int, int]) -> bool:
     return (page.address, page.stride_bytes) == (address + length, stride)
 
 
-def chunks(spans: Spans, most_bytes: int, most_spans: int) -> Iterator[Spans]:
-    """*spans* in order, in parts of limited size; a part has at least one span."""
+def chunks(spans: Spans, most_bytes: Callable[[], int], most_spans: int) -> Iterator[Spans]:
+    """*spans* in order, in parts of limited size; *most_bytes* is asked before each of them.
+
+    Spans that are longer than a part are split, and their pieces fill parts, but no others are.
+    """
     device, host, lengths = spans
     ends = lengths.cumsum()
-    first, done_bytes, count = 0, 0, len(ends)
+    longest, count = int(lengths.max(initial=0)), len(ends)
+    first, skipped_bytes, done_bytes = 0, 0, 0  # of the first span, and in all
     while first < count:
-        fitting = int(ends.searchsorted(done_bytes + most_bytes, "right"))
-        end = min(max(fitting, first + 1), first + most_spans, count)
-        yield Spans(device[first:end], host[first:end], lengths[first:end])
-        first, done_bytes = end, int(ends[end - 1])
+        limit = most_bytes()
+        if longest <= limit and not skipped_bytes:
+            end = int(ends.searchsorted(done_bytes + limit, "right"))
+            end = min(end, first + most_spans)
+            yield Spans(device[first:end], host[first:end], lengths[first:end])
+            first, done_bytes = end, int(ends[end - 1])
+            continue
+        stop = done_bytes + limit
+        end = min(int(ends.searchsorted(stop)) + 1, first + most_spans, count)
+        if ends[end - 1] > stop and lengths[end - 1] <= limit:
+            end -= 1
+        rest_bytes = max(0, int(ends[end - 1]) - stop)
+        part = Spans(device[first:end].copy(), host[first:end].copy(), lengths[first:end].copy())
+        part.device[0] += skipped_bytes
+        part.host[0] += skipped_bytes
+        part.lengths_bytes[0] -= skipped_bytes
+        part.lengths_bytes[-1] -= rest_bytes
+        yield part
+        done_bytes = int(ends[end - 1]) - rest_bytes
+        first = end - 1 if rest_bytes else end
+        skipped_bytes = int(lengths[first]) - rest_bytes if rest_bytes else 0

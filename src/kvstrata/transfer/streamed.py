@@ -193,8 +193,7 @@ class StreamedDevice:
         in_flight: int | None = None,
     ) -> None:
         for pages, blocks, rows in places:
-            spans = pages.spans(blocks, rows, layer, most_bytes=queue.chunk_bytes)
-            queue.submit(spans, flight, in_flight)
+            queue.submit(pages.spans(blocks, rows, layer), flight, in_flight)
 
     def _places(self, slots: RankSlots, runs: Sequence[Run]) -> list[_Places]:
         """Where the bytes of *runs* are, of one group after the other."""

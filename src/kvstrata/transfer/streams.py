@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvstrata.transfer.descriptors import Spans, chunks
@@ -101,28 +102,25 @@ class CopyQueue:
         *in_flight*: chunks, if not as many as usual. Raises what the device says. Wait for *flight*
         then, too.
         """
-        limits = self.limits
-        most = in_flight or limits.chunks_in_flight
-        for chunk in chunks(spans, self.chunk_bytes, limits.chunk_spans):
-            if self._pace is None:
-                flight.wait(but=most - 1)
+        most = in_flight or self.limits.chunks_in_flight
+        room = partial(self._room_bytes, flight, most)
+        for chunk in chunks(spans, room, self.limits.chunk_spans):
+            if self._pace is None or not self._pace.is_shared:
                 self._ask(chunk, flight)
                 continue
-            self._link.wait_free(limits.patience_seconds)
-            if self._pace.is_shared:
-                flight.wait()
-                with self._pace.share():
-                    self._ask(chunk, flight)
-                    flight.wait()
-            else:
-                flight.wait(but=most - 1)
+            with self._pace.share():
                 self._ask(chunk, flight)
+                flight.wait()
 
-    @property
-    def chunk_bytes(self) -> int:
-        """What a chunk should have at most, now."""
-        is_shared = self._pace is not None and self._pace.is_shared
-        return self.limits.shared_chunk_bytes if is_shared else self.limits.chunk_bytes
+    def _room_bytes(self, flight: Flight, most: int) -> int:
+        """Wait until one more chunk may be asked for; how large it may be by then."""
+        if self._pace is not None:
+            self._link.wait_free(self.limits.patience_seconds)
+        flight.wait(but=most - 1)
+        if self._pace is None or not self._pace.is_shared:
+            return self.limits.chunk_bytes
+        flight.wait()
+        return self.limits.shared_chunk_bytes
 
     def _ask(self, chunk: Spans, flight: Flight) -> None:
         with self._lock:

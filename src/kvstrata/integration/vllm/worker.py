@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_SECONDS: Final = 0.002  # vLLM would sleep 1 ms before its next empty step
 _SHUTDOWN_SECONDS: Final = 5.0
+_STOP_SECONDS: Final = 5.0  # that a load which is to stop may take before somebody is told
 _COPY_HERE_BYTES: Final = 16 << 20  # of loads in an idle step; takes no longer than the idle wait
 _NO_DEVICE: Final = PagewiseDevice([])  # before the caches are registered
 
@@ -69,7 +70,8 @@ class WorkerHalf:
       copies up to 16 MiB itself, ``collect`` waits up to 2 ms.
     * ``start_load`` itself copies the loads whose requests run in this step.
     * Layerwise the step that has a load ends only when the load has: ``collect`` waits for it, and
-      ``wait_for_layer`` until the engine's stream, or the layer itself, can, up to its deadline.
+      ``wait_for_layer`` until the engine's stream, or the layer itself, can. At its deadline it is
+      stopped; a copy that is under way then is waited for to its end, however long that takes.
     * ``mapping`` may be set by another thread at any time; a task keeps the one it began with.
     """
 
@@ -390,10 +392,22 @@ class WorkerHalf:
         return max(0.0, deadline - self._clock())
 
     def _wait_for(self, handle: Handle[Copied]) -> None:
-        """Until *handle* has ended; if it has not by the loads' deadline it is stopped."""
-        if not self._lanes.wait_for(handle, self._seconds_left()):
-            self._lanes.cancel(handle)
-            self._lanes.wait_for(handle)  # it looks whether to stop between two pieces
+        """Until *handle* has ended; if it has not by the loads' deadline it is stopped.
+
+        It stops between two pieces. What a device has been asked for by then nobody can take back,
+        and vLLM computes into the blocks of a failed load: so the end of that, and of nothing else,
+        is waited for without a deadline. A device that hangs is one for the engine, too.
+        """
+        if self._lanes.wait_for(handle, self._seconds_left()):
+            return
+        self._lanes.cancel(handle)
+        if not self._lanes.wait_for(handle, _STOP_SECONDS):
+            _log.warning(
+                "a load still runs %s s after it was told to stop: the engine waits for it, because "
+                "it would write into blocks that are computed anew",
+                _STOP_SECONDS,
+            )
+            self._lanes.wait_for(handle)  # without a deadline: see above
 
     def _host_side(self, server_id: bytes) -> RankSlots:
         mapping = self.mapping
