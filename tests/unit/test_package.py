@@ -20,7 +20,6 @@ SAY_CUDA = {
     "core/spellings_of_flexkv.py",  # of its settings
     "bench/contenders.py",  # vLLM's own worker needs it
     "bench/native_tiering.py",  # the same
-    "blend/readable.py",  # what kernels cannot read on it
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from kvstrata.blend import attend_triton, move_triton
 from kvstrata.blend.attend_triton import PagedKV
@@ -22,28 +23,33 @@ def pages(dtype: torch.dtype, kind: str = "cuda") -> Any:
     )
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6)])
+def of_arch(monkeypatch: pytest.MonkeyPatch, arch: int | str) -> None:
+    target = SimpleNamespace(arch=arch)
+    active = SimpleNamespace(get_current_target=lambda: target)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+
+
+@pytest.mark.parametrize(("arch", "named"), [(75, "7.5"), (80, "8.0"), (86, "8.6")])
 def test_e4m3_is_refused_where_nothing_converts_it(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, arch: int, named: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    own = f"{capability[0]}.{capability[1]}"
-    with pytest.raises(ConfigError, match=rf"compute capability {own}\n.*8\.9 or later"):
+    of_arch(monkeypatch, arch)
+    with pytest.raises(ConfigError, match=rf"compute capability {named}\n.*8\.9 or later"):
         check_readable(pages(E4M3))
     for each in (pages(E5M2), pages(torch.bfloat16), pages(E4M3, "cpu")):
         check_readable(each)
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    check_readable(pages(E4M3))
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-def test_later_gpus_read_it(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+@pytest.mark.parametrize("arch", [89, 90, 100, "gfx942"])
+def test_later_gpus_and_other_makers_read_it(
+    monkeypatch: pytest.MonkeyPatch, arch: int | str
+) -> None:
+    of_arch(monkeypatch, arch)
     check_readable(pages(E4M3))
 
 
 def test_both_kernels_ask_before_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    of_arch(monkeypatch, 80)
     cache = pages(E4M3)
     numbers = torch.arange(2)
     moves = move_triton.Moves(numbers, numbers, numbers, numbers)
