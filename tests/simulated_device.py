@@ -15,7 +15,7 @@ from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.descriptors import Spans
 from kvstrata.transfer.driver import DeviceFault, Event
 
-__all__ = ["SimulatedDevice", "SimulatedPins", "SimulatedStream"]
+__all__ = ["SimulatedDevice", "SimulatedEvent", "SimulatedPins", "SimulatedStream"]
 
 Work = Callable[[], None]
 Adversary = Callable[[Sequence[str]], str]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.simulated_device import SimulatedDevice, SimulatedPins
+from tests.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedPins
 from tests.vllm.plans import full, group, mla, model_folder, tensors, vllm_config
 from tests.vllm.plans import plan as plan_of
 from tests.vllm.test_worker_half import PATIENCE_SECONDS, SERVER, Bench
@@ -129,6 +129,33 @@ def test_a_load_does_not_wait_for_the_forward_of_its_own_step(
     rank.half.start_save(plan)
     received, failed, _ = rank.drain()
     assert (received, failed, forward) == ({"request"}, set(), [])
+
+
+def test_no_hook_of_a_step_waits_for_the_device(
+    make_bench: Callable[..., Bench], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []  # threads
+    wait = SimulatedEvent.wait
+
+    def note_and_wait(event: SimulatedEvent) -> None:
+        waited.append(threading.get_ident())
+        wait(event)
+
+    monkeypatch.setattr(SimulatedEvent, "wait", note_and_wait)
+    rank = make_bench(group(full(), layers=2), "BLNHC").ranks[0]
+    plan = StepPlan(
+        SERVER,
+        loads=[Load("request", 2, TO, [0, 2], [10, 12])],
+        saves=[Save(1, FROM, [4, 6], [10, 12])],
+    )
+    rank.half.begin_step(plan)
+    rank.half.start_load(plan)
+    rank.half.wait_for_layer("layer.0")
+    rank.half.start_save(plan)
+    rank.half.collect()
+    rank.drain()
+    assert waited
+    assert threading.get_ident() not in waited
 
 
 @pytest.mark.parametrize("fault", ["fails", "refused", "lost"])
