@@ -118,6 +118,18 @@ def test_child_does_not_hear_the_terminals_interrupt(path: Path) -> None:
         assert os.getpgid(server.pid) != os.getpgid(0)
 
 
+def test_child_is_scheduled_with_its_engine(path: Path) -> None:
+    """Linux may schedule by session: workers that spin then leave nothing to another one."""
+    with child(config(4), path) as server:
+        assert os.getsid(server.pid) == os.getsid(0)
+
+
+def test_child_logs_to_a_terminal_that_stops_what_writes_from_behind(path: Path) -> None:
+    with child(config(4), path) as server:
+        os.kill(server.pid, signal.SIGTTOU)
+        observe(path).close()
+
+
 def test_child_ends_in_order_on_sigterm(path: Path) -> None:
     with child(config(4), path) as server:
         os.kill(server.pid, signal.SIGTERM)

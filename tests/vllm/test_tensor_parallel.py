@@ -1,7 +1,6 @@
 """An engine of two workers that each hold half of the KV heads: exact reuse, and blending.
 
-Its workers spin while they wait for each other. On two cores that others use as well a cache server,
-of this engine or of another, may get no turn for many seconds.
+Its workers spin while they wait for each other, which on two cores takes turns from all others.
 """
 
 import os

@@ -82,7 +82,7 @@ class EmbeddedServer:
             [sys.executable, "-m", "kvstrata.server.main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C at the terminal is the engine's
+            process_group=0,  # a Ctrl-C at the terminal is the engine's; a session is scheduled apart
         )
         assert self._launcher.stdin is not None
         assert self._launcher.stdout is not None

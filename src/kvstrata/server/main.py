@@ -88,6 +88,7 @@ def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
     threading.Thread(target=stop_with_engine, name="kvstrata-lifeline", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when it ends
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its terminal may stop what logs from behind
     _answer(ready_to, ChildReady(os.getpid()))
     with logging_on_a_thread():
         server.serve()
