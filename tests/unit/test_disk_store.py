@@ -145,6 +145,25 @@ class TestReadAndWrite:
         assert content(store, 1) == block(1)
         store.close()
 
+    def test_a_file_system_with_direct_io_is_used_past_the_page_cache(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.open
+        opened: dict[str, bool] = {}
+
+        def accept_direct(path: str, flags: int, mode: int = 0o777) -> int:
+            opened[Path(path).name] = bool(flags & os.O_DIRECT)
+            return real(path, flags & ~os.O_DIRECT, mode)  # whatever this file system can
+
+        monkeypatch.setattr(os, "open", accept_direct)
+        store = make(tmp_path)
+        assert store.direct
+        put(store, 1)
+        assert content(store, 1) == block(1)
+        store.close()
+        slot_files = {name: how for name, how in opened.items() if name.endswith(".bin")}
+        assert slot_files == {"kvstrata_0.bin": True, "kvstrata_1.bin": True}
+
     def test_a_wrong_buffer_or_key_is_a_bug_of_the_caller(self, store: DiskStore) -> None:
         with pytest.raises(InvariantViolated, match="4096 bytes"):
             store.read_into([key(1)], [dirty(4096)])
