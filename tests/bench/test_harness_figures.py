@@ -21,7 +21,6 @@ def row(
     round: int = 0,
     name: str = "chat",
     tier: Tier | None = None,
-    moved: int = 0,
     as_meant: bool = True,
 ) -> Measured:
     used: dict[Role, Usage] = {
@@ -38,7 +37,7 @@ def row(
         2.0,
         list(answers),
         used,
-        {f"{tier} read": moved} if moved else {},
+        {},
         tier,
         as_meant,
     )
@@ -95,14 +94,17 @@ def test_best_peer_is_the_soonest_that_is_not_ours() -> None:
     assert (figures["kvstrata"].limit, figures["kvstrata"].to_limit) == ("roomy", 10.0)
 
 
-def test_limit_of_a_hit_is_a_device_hit_and_its_bytes() -> None:
+@pytest.mark.parametrize("contender", ["kvstrata", "native"])
+def test_limit_of_a_hit_is_a_device_hit_and_its_bytes(contender: str) -> None:
     rows = [
         row("none", answer(1.0, 1000), name="device hit, 1000 tokens", tier="device"),
-        row("kvstrata", answer(4.5), name="host hit, 1000 tokens", tier="host", moved=4),
+        row(contender, answer(4.5, 8), name="host hit, 1000 tokens", tier="host"),
     ]
-    results = Results(rows, [Rates("single", 0, {"host": 2.0})], 1.0)
-    (figures,) = results.figures("single", "host hit, 1000 tokens")
-    assert figures.to_limit == pytest.approx(4.5 / (1.0 + 4 / 2.0))
+    rates = [Rates("single", 0, {"host": 2.0})]
+    (figures,) = Results(rows, rates, 1.0, token_bytes=3).figures("single", "host hit, 1000 tokens")
+    assert figures.to_limit == pytest.approx(4.5 / (1.0 + 8 * 3 / 2.0))
+    (unknown,) = Results(rows, rates, 1.0).figures("single", "host hit, 1000 tokens")
+    assert unknown.to_limit is None
 
 
 def test_what_was_another_hit_than_meant_counts_nowhere() -> None:

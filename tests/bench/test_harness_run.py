@@ -3,13 +3,23 @@
 import json
 import os
 import random
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvstrata.bench.engine import _Talk
 from kvstrata.bench.processes import cpu_seconds_of, usage_of
-from kvstrata.bench.record import About, Measured, Options, Rates, RunFolder, this_machine
+from kvstrata.bench.record import (
+    About,
+    Measured,
+    Options,
+    Rates,
+    RunFolder,
+    begun_now,
+    this_machine,
+)
 from kvstrata.bench.services import versions
 from kvstrata.bench.traffic import Conversation, Turn
 from kvstrata.bench.workloads import NAMES, workloads
@@ -81,6 +91,25 @@ def test_a_changed_source_is_another_version(
     monkeypatch.setattr("kvstrata.__file__", str(tmp_path / "__init__.py"))
     (difference,) = this_machine("cpu", "0", tmp_path).differences(begun)
     assert difference.startswith("versions was ")
+
+
+def test_a_run_names_its_command_and_the_commit_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/kvstrata", "bench", "--output", "my run"])
+    assert begun_now().command == "kvstrata bench --output 'my run'"
+    package = tmp_path / "kvstrata" / "__init__.py"
+    package.parent.mkdir()
+    package.touch()
+    monkeypatch.setattr("kvstrata.__file__", str(package))
+    assert begun_now().commit == ""
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "one")):
+        subprocess.run([*git, *arguments], check=True)
+    (tmp_path / "elsewhere").touch()
+    assert re.fullmatch("[0-9a-f]{7,}", commit := begun_now().commit)
+    package.write_text("changed = True")
+    assert begun_now().commit == f"{commit}+"
 
 
 def test_a_line_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -2,22 +2,25 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
-from kvstrata.bench import session
+from kvstrata.bench import restarts, session
 from kvstrata.bench.contenders import Deployment
 from kvstrata.bench.fleet import EngineFailed
 from kvstrata.bench.models import Model
 from kvstrata.bench.processes import Role, Usage
-from kvstrata.bench.record import Machine, Options, RunFolder
-from kvstrata.bench.report import results_of
+from kvstrata.bench.record import Begun, Machine, Options, RunFolder
+from kvstrata.bench.report import markdown, results_of
+from kvstrata.bench.restarts import run_with_restart
 from kvstrata.bench.session import Session
-from kvstrata.bench.traffic import Answer, Counters, Ran, Traffic
+from kvstrata.bench.traffic import Answer, Conversation, Counters, Ran, Traffic, Turn
 
 MODEL = Model("", "float32", 1024, 6144, 8448, 32, "a model")
 MACHINE = Machine("a processor", 2, 1 << 34, "Linux", {}, "cpu", "0,1", "ext4")
+BEGUN = Begun("2026-11-25 09:00 UTC", "kvstrata bench --rounds 2", "abc1234")
 
 
 class Fake:
@@ -74,15 +77,19 @@ class Silent:
         """Nobody looks."""
 
 
+def three(rounds: int) -> Options:
+    return Options("quick", ("chat",), ("none", "kvstrata", "lmcache"), rounds=rounds)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """Two rounds of a chat."""
     monkeypatch.setattr(Fake, "made", [])
     monkeypatch.setattr(session, "Member", Fake)
     monkeypatch.setattr(session, "measure_rates", lambda *_: {})
-    options = Options("quick", ("chat",), ("none", "kvstrata", "lmcache"), rounds=2)
+    options = three(2)
     folder = RunFolder(tmp_path / "run", options)
-    Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+    Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
     return folder
 
 
@@ -95,7 +102,7 @@ def test_how_long_a_cold_prompt_takes_is_asked_of_an_engine_that_is_warm(
     monkeypatch.setattr(session, "measure_rates", lambda *_: {})
     options = Options("quick", ("chat",), ("none",), rounds=1)
     folder = RunFolder(tmp_path / "run", options)
-    Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+    Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
     about = folder.about()
     assert about is not None
     assert about.cold_seconds == 0.5
@@ -132,11 +139,11 @@ def test_a_round_that_is_cut_off_is_measured_again_when_the_run_goes_on(
 
     monkeypatch.setattr(Fake, "end", cut_in_the_second_round)
     with pytest.raises(KeyboardInterrupt):
-        Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+        Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
     kept = folder.measured()
     assert {row.round for row in kept} == {0}
     monkeypatch.setattr(Fake, "end", end)
-    Session(folder, options, MODEL, MACHINE, tmp_path, Silent()).go()
+    Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
     assert folder.measured()[: len(kept)] == kept
     assert [(row.round, row.contender) for row in folder.measured()[len(kept) :]] == [
         (1, "kvstrata"),
@@ -148,8 +155,89 @@ def test_more_rounds_are_measured_beside_those_that_there_are(
     run: RunFolder, tmp_path: Path
 ) -> None:
     kept = (run.path / "measured.jsonl").read_bytes()
-    more = Options("quick", ("chat",), ("none", "kvstrata", "lmcache"), rounds=3)
-    Session(run, more, MODEL, MACHINE, tmp_path, Silent()).go()
+    Session(run, three(3), MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
     grown = (run.path / "measured.jsonl").read_bytes()
     assert grown.startswith(kept)
     assert {row.round for row in run.measured()} == {0, 1, 2}
+
+
+def test_the_tables_name_every_command_that_has_measured_something(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    shown = Begun("2026-11-26 09:00 UTC", "kvstrata bench --rounds 2 --json", "")
+    Session(run, three(2), MODEL, MACHINE, shown, tmp_path, Silent()).go()
+    more = Begun("2026-11-26 10:00 UTC", "kvstrata bench --rounds 3", "")
+    Session(run, three(3), MODEL, MACHINE, more, tmp_path, Silent()).go()
+    assert markdown(run).splitlines()[:3] == [
+        "    kvstrata bench --rounds 2    # 2026-11-25 09:00 UTC, commit abc1234",
+        "    kvstrata bench --rounds 3    # 2026-11-26 10:00 UTC",
+        "",
+    ]
+
+
+class Restarted(Fake):
+    """Answers 0.25 s after a request is due, and is away for 5 s when it is restarted."""
+
+    now = 0.0
+
+    def restart(self) -> None:
+        self.now += 5.0
+
+    def end(self) -> Ran:
+        cut = self._traffic.cut_seconds
+        due = [talk.due_seconds or 0.0 for talk in self._traffic.conversations]
+        came = [max(0.0, at) + 0.25 for at in due]
+        seconds = max(came) if cut is None else cut
+        self.now += seconds
+        return Ran(
+            seconds,
+            [
+                Answer(number, 0, 9, 0, then - at, [], 1)
+                for number, (at, then) in enumerate(zip(due, came, strict=True))
+                if then <= seconds
+            ],
+        )
+
+
+def test_what_a_restart_cuts_off_is_asked_again_and_counts_from_when_it_was_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = Restarted("none", session.deployment("none", MODEL, tmp_path, 2050, 1), {})
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(perf_counter=lambda: member.now))
+    answered, under_way, missed, later = 0.0, 0.9, 1.05, 30.0
+    talks = [
+        Conversation([Turn([1], 1)], due_seconds)
+        for due_seconds in (answered, under_way, missed, later)
+    ]
+    ran = run_with_restart(member, Traffic(talks, users=0), 1.0)  # type: ignore[arg-type]
+    assert [answer.conversation for answer in ran.answers] == [0, 1, 2, 3]
+    firsts = [answer.first_token_seconds for answer in ran.answers]
+    assert firsts == pytest.approx([0.25, 5.35, 5.2, 0.25])  # the engine is back at 6 s
+    assert ran.seconds == pytest.approx(30.25)
+    assert ran.silent_seconds == pytest.approx(5.25)
+
+
+def test_an_engine_is_restarted_in_the_middle_of_the_traffic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "Member", Restarted)
+    monkeypatch.setattr(session, "measure_rates", lambda *_: {})
+    options = Options("quick", ("restart",), ("none",), rounds=1)
+    folder = RunFolder(tmp_path / "run", options)
+    Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
+    results = results_of(folder)
+    assert results.steps("restart") == [
+        "before the restart",
+        "restart in the traffic",
+        "after the restart",
+    ]
+    (before,) = results.figures("restart", "before the restart")
+    (figures,) = results.figures("restart", "restart in the traffic")
+    assert (before.silent_most, figures.failures) == (None, 0)
+    # What the engine that was ended has used is not known.
+    assert (figures.cpu_seconds, figures.memory_bytes) == ({}, None)
+    assert "silent s" in markdown(folder)
+
+
+def test_a_run_with_no_restart_has_no_column_of_silence(run: RunFolder) -> None:
+    assert "silent s" not in markdown(run)

@@ -5,7 +5,9 @@ import os
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.processes import kvstrata
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvstrata.bench import services
 from kvstrata.bench.processes import Usage
+from kvstrata.bench.profiles import PROFILES
 from kvstrata.bench.record import About, Machine, Measured, Options, Rates, RunFolder
 from kvstrata.bench.session import Session
 from kvstrata.bench.traffic import Answer
@@ -193,3 +196,44 @@ def test_hits_of_a_real_engine(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "run" / "measured.jsonl").read_bytes() == kept
     assert json.loads(again.stdout) == json.loads(first.stdout)
+
+
+def tiny_run(path: Path, workload: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The figures of one engine with an attached server, by step, of a short *workload*."""
+    monkeypatch.setitem(PROFILES, "tiny", replace(PROFILES["quick"], seconds=3.0))
+    arguments = [
+        *("bench", "--profile", "tiny", "--output", str(path / "run"), "--rounds", "1", "--json"),
+        *("--workload", workload, "--contender", "kvstrata-attached"),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    steps = json.loads(result.stdout)["workloads"][workload]
+    return {name: figures for name, (figures,) in steps.items()}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_real_engine_is_restarted_in_the_traffic_and_every_request_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = tiny_run(tmp_path, "restart", monkeypatch)
+    assert list(steps) == ["before the restart", "restart in the traffic", "after the restart"]
+    assert {figures["failures"] for figures in steps.values()} == {0}
+    restarted = steps["restart in the traffic"]
+    assert restarted["silent_most"] > 0
+    assert restarted["first_token_most"] > restarted["silent_most"] / 2  # somebody has waited
+    assert steps["after the restart"]["reused_share"] == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_server_of_a_real_engine_is_killed_and_every_request_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = tiny_run(tmp_path, "killed", monkeypatch)
+    assert list(steps) == ["killed", "after it"]
+    assert {figures["failures"] for figures in steps.values()} == {0}
+    assert "server" not in steps["killed"]["cpu_seconds"]
+    assert steps["killed"]["moved_bytes"] == {}

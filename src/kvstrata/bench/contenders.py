@@ -2,11 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 
-__all__ = ["CONTENDERS", "Contender", "Deployment", "Service", "transfer_config"]
+__all__ = [
+    "CONTENDERS",
+    "Contender",
+    "Deployment",
+    "Service",
+    "native_counts",
+    "transfer_config",
+]
 
 Service = Literal["lmcache", "valkey", "kvstrata"]
 _MODULE: Final = "kvstrata.integration.vllm.connector"
@@ -97,9 +105,9 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
             _kvstrata(tiers=host, blend_audit_share=0)
             | {"kv_connector": "BlendConnector", "kv_connector_module_path": _BLEND_MODULE}
         ),
-        "native": lambda: _native(device, d.host_bytes, []),
+        "native": lambda: _native(d, device, d.host_bytes, []),
         "native-disk": lambda: _native(
-            device, d.small_host_bytes, [{"type": "fs", "root_dir": disk}]
+            d, device, d.small_host_bytes, [{"type": "fs", "root_dir": disk}]
         ),
         "example": lambda: {
             "kv_connector": "ExampleConnector",
@@ -119,6 +127,11 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
     return makers[d.contender]() | {"engine_id": d.engine_id, "kv_role": "kv_both"}
 
 
+def native_counts(deployment: Deployment) -> Path:
+    """Where the worker that the bench gives to vLLM's tiering counts the bytes that it moves."""
+    return Path(deployment.folder, "moved")
+
+
 def _kvstrata(**settings: object) -> dict[str, Any]:
     return {
         "kv_connector": "KVStrataConnector",
@@ -128,10 +141,13 @@ def _kvstrata(**settings: object) -> dict[str, Any]:
     }
 
 
-def _native(device: str, host_bytes: int, secondary: list[dict[str, Any]]) -> dict[str, Any]:
+def _native(
+    deployment: Deployment, device: str, host_bytes: int, secondary: list[dict[str, Any]]
+) -> dict[str, Any]:
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
     if device == "cpu":  # vLLM's own worker copies with CUDA only
         extra |= {"spec_name": "CpuPagesSpec", "spec_module_path": "kvstrata.bench.native_tiering"}
+        extra["counts_path"] = str(native_counts(deployment))
     elif secondary:
         extra |= {"spec_name": "TieringOffloadingSpec"}
     if device == "cpu" or secondary:

@@ -5,6 +5,7 @@ standard output (``traffic.Order``, ``traffic.Reply``); what vLLM prints goes to
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -14,11 +15,13 @@ import zlib
 from array import array
 from collections import deque
 from itertools import pairwise
+from pathlib import Path
 from typing import IO, Any, Final
 
 import msgspec
+import numpy as np
 
-from kvstrata.bench.contenders import Deployment, transfer_config
+from kvstrata.bench.contenders import Deployment, native_counts, transfer_config
 from kvstrata.bench.traffic import (
     Answer,
     Ask,
@@ -66,7 +69,9 @@ class Engine:
                 due = began + conversation.due_seconds
                 tasks.append(self._keep_time(talk, due, traffic.blend, answers))
         tasks += [self._take_turns(waiting, traffic.blend, answers) for _ in range(traffic.users)]
-        await asyncio.gather(*tasks)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(traffic.cut_seconds):
+                await asyncio.gather(*tasks)
         answers.sort(key=lambda answer: (answer.conversation, answer.turn))
         return Ran(time.perf_counter() - began, answers, self._engine.errored)
 
@@ -138,9 +143,9 @@ class Engine:
         return WasReset(bool(await self._engine.reset_prefix_cache()))
 
     def counters(self) -> Counted:
-        """Of KVStrata's server, if it answers."""
+        """Of KVStrata's server, if it answers, or of the worker of vLLM's tiering."""
         if not self._deployment.contender.startswith("kvstrata"):
-            return Counted(Counters())
+            return Counted(Counters(_native_moved(native_counts(self._deployment))))
         servers = self._server_pids()
         try:
             self._server = self._server or observe(self._socket())
@@ -213,6 +218,14 @@ class _Talk:
         self.turn = len(self._turns)
         why = "an answer before it failed"
         return [Answer(self.number, turn, 0, 0, 0.0, [], 0, why) for turn in unasked]
+
+
+def _native_moved(counts: Path) -> dict[str, int]:
+    """Of the file that ``native_tiering`` counts in; nothing where there is none."""
+    if not counts.exists():
+        return {}
+    read, written = np.fromfile(counts, np.int64)
+    return {"host read": int(read), "host write": int(written)}
 
 
 def _start(deployment: Deployment) -> Any:

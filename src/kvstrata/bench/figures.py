@@ -35,6 +35,7 @@ class Figures:
     first_token_least: float | None
     first_token_p99: float | None
     first_token_most: float | None
+    silent_most: float | None  # from the end of a restarted engine to the next first token
     gap_median: float | None  # between outputs of tokens
     gap_p99: float | None
     tokens_per_second: float | None  # of prompts and answers; not of prompts one by one
@@ -55,8 +56,13 @@ class Results:
     """All rounds of all workloads."""
 
     def __init__(
-        self, measured: Iterable[Measured], rates: Iterable[Rates], in_time_seconds: float
+        self,
+        measured: Iterable[Measured],
+        rates: Iterable[Rates],
+        in_time_seconds: float,
+        token_bytes: int = 0,
     ) -> None:
+        """*token_bytes* of KV; without them no hit outside the device has a limit."""
         self._rows: dict[tuple[str, str], dict[str, list[Measured]]] = {}
         for row in measured:
             group = self._rows.setdefault((row.workload, row.name), {})
@@ -65,6 +71,7 @@ class Results:
             (each.workload, each.round): each.bytes_per_second for each in rates
         }
         self._in_time_seconds = in_time_seconds
+        self._token_bytes = token_bytes
 
     def workloads(self) -> list[str]:
         return list(dict.fromkeys(workload for workload, _ in self._rows))
@@ -105,6 +112,7 @@ class Results:
             first_token_least=_of_some(min, firsts),
             first_token_p99=_of_some(lambda values: percentile(values, 99), firsts),
             first_token_most=_of_some(max, firsts),
+            silent_most=_of_some(max, [s for r in valid if (s := r.silent_seconds) is not None]),
             gap_median=_of_some(statistics.median, gaps),
             gap_p99=_of_some(lambda values: percentile(values, 99), gaps),
             tokens_per_second=None if one_by_one else _share(all_tokens, seconds),
@@ -179,22 +187,22 @@ class Results:
         tier = self._rows[workload, step][name][0].tier
         if tier is None:
             return "roomy", self._ratio(workload, (step, name), (step, "roomy"))
-        if tier not in {"host", "disk", "remote"} or not name.startswith("kvstrata"):
+        if tier not in {"host", "disk", "remote"} or not self._token_bytes:
             return "", None
         least = self._rounds(workload, step.replace(f"{tier} hit", "device hit"), "none")
         own = self._rounds(workload, step, name)
-        moved = self._moved_bytes(workload, step, name, f"{tier} read")
+        kept_bytes = self._cached_tokens(workload, step, name) * self._token_bytes
         ratios = [
-            own[number] / (least[number] + moved / rate)
+            own[number] / (least[number] + kept_bytes / rate)
             for number in own.keys() & least.keys()
             if (rate := self._rates.get((workload, number), {}).get(tier))
         ]
         return f"device hit + {tier}", _of_some(statistics.median, ratios)
 
-    def _moved_bytes(self, workload: str, step: str, name: str, what: str) -> float:
+    def _cached_tokens(self, workload: str, step: str, name: str) -> float:
+        """Of a hit, which is as large in each round."""
         rows = [row for row in self._rows[workload, step][name] if row.as_meant]
-        moved = [row.moved_bytes.get(what, 0) for row in rows]
-        return statistics.median(moved) if moved else 0.0
+        return max((a.cached_tokens for row in rows for a in _answered(row)), default=0)
 
     def _ratio(self, workload: str, one: tuple[str, str], other: tuple[str, str]) -> float | None:
         ours, theirs = self._rounds(workload, *one), self._rounds(workload, *other)

@@ -5,7 +5,8 @@ copies with CUDA and refuses to be made on a CPU. Pages are copied as numpy byte
 call, the fastest way that was found here, so that the comparison flatters it.
 
 Used with ``OffloadingConnector`` and ``{"spec_name": "CpuPagesSpec", "spec_module_path":
-"kvstrata.bench.native_tiering", "cpu_bytes_to_use": ...}``.
+"kvstrata.bench.native_tiering", "cpu_bytes_to_use": ..., "counts_path": ...}``. The file
+*counts_path* has the bytes loaded and stored so far, as two int64.
 """
 
 import time
@@ -23,13 +24,18 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 Pages = npt.NDArray[np.uint8]  # (blocks, page_bytes)
+_LOADED, _STORED = 0, 1  # places of the counts
 
 
 class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types are Any
     """Copies pages within the call; every job has ended when it has been submitted."""
 
-    def __init__(self, device: Sequence[Pages], host: Sequence[Pages]) -> None:
+    def __init__(
+        self, device: Sequence[Pages], host: Sequence[Pages], counts: npt.NDArray[np.int64]
+    ) -> None:
+        """*counts*: bytes loaded, bytes stored."""
         self._pairs = list(zip(device, host, strict=True))
+        self._counts = counts
         self._ended: list[TransferResult] = []
 
     def submit_store(
@@ -39,7 +45,7 @@ class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types ar
         for device, host in self._pairs:
             for source, target in zip(src_spec.block_ids, dst_spec.block_ids, strict=True):
                 host[target, : device.shape[1]] = device[source]
-        return self._end(job_id, started, len(src_spec.block_ids))
+        return self._end(job_id, started, len(src_spec.block_ids), _STORED)
 
     def submit_load(
         self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
@@ -48,7 +54,7 @@ class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types ar
         for device, host in self._pairs:
             for source, target in zip(src_spec.block_ids, dst_spec.block_ids, strict=True):
                 device[target] = host[source, : device.shape[1]]
-        return self._end(job_id, started, len(src_spec.block_ids))
+        return self._end(job_id, started, len(src_spec.block_ids), _LOADED)
 
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
@@ -57,9 +63,10 @@ class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types ar
     def wait(self, job_ids: set[int]) -> None:
         """Nothing is ever running."""
 
-    def _end(self, job_id: int, started: float, blocks: int) -> bool:
+    def _end(self, job_id: int, started: float, blocks: int, counted: int) -> bool:
         moved_bytes = blocks * sum(device.shape[1] for device, _ in self._pairs)
         took_seconds = max(time.perf_counter() - started, 1e-9)
+        self._counts[counted] += moved_bytes
         self._ended.append(TransferResult(job_id, True, moved_bytes, took_seconds))
         return True
 
@@ -86,5 +93,6 @@ class CpuPagesSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM's types
             self._worker = CpuPagesWorker(
                 [t.tensor.numpy().view(np.uint8) for t in kv_caches.tensors],
                 [view.numpy().view(np.uint8) for view in host],
+                np.memmap(self.extra_config["counts_path"], np.int64, "w+", shape=2),
             )
         return self._worker

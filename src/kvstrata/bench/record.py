@@ -2,7 +2,11 @@
 
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, TypeVar
@@ -18,11 +22,13 @@ from kvstrata.core.errors import ConfigError
 
 __all__ = [
     "About",
+    "Begun",
     "Machine",
     "Measured",
     "Options",
     "Rates",
     "RunFolder",
+    "begun_now",
     "processor",
     "this_machine",
 ]
@@ -78,6 +84,14 @@ class Machine(msgspec.Struct, frozen=True):
         ]
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """A command that had something to measure."""
+
+    at: str  # UTC
+    command: str
+    commit: str  # that the package was changed with last; empty: it is in no repository
+
+
 class About(msgspec.Struct, frozen=True):
     """What a run found when it began, and goes by when it goes on."""
 
@@ -85,6 +99,8 @@ class About(msgspec.Struct, frozen=True):
     model: str
     cold_seconds: float  # to the first token of COLD_TOKENS new ones
     cold_contender: str  # with it
+    token_bytes: int = 0  # of KV; 0 in a run of an older version
+    begun: tuple[Begun, ...] = ()  # the first one, and those that went on with it
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
@@ -100,9 +116,12 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     # CPU time and bytes of files; memory as it was at the end. Without those of whom it is not known:
     # a server that was killed, an engine that has ended.
     used: dict[Role, Usage]
-    moved_bytes: dict[str, int]  # by KVStrata, as its server counts
+    moved_bytes: dict[str, int]  # as ``Counters`` of the two sides that count
     tier: Tier | None = None
     as_meant: bool = True  # it was the hit, of the size and from the tier, that it should be
+    silent_seconds: float | None = (
+        None  # from the end of a restarted engine to the next first token
+    )
 
 
 class Rates(msgspec.Struct, frozen=True, tag=True):
@@ -165,6 +184,12 @@ class RunFolder:
 
     def describe(self, about: About) -> None:
         _write(self.path / _ABOUT, about)
+
+    def note(self, begun: Begun) -> None:
+        """That what is measured from now on is what *begun* measures."""
+        about = self.about()
+        if about is not None and begun not in about.begun:
+            self.describe(msgspec.structs.replace(about, begun=(*about.begun, begun)))
 
     def append(self, line: Measured | Rates) -> None:
         self._append(line)
@@ -256,6 +281,12 @@ def this_machine(
     )
 
 
+def begun_now() -> Begun:
+    """This process, by its command line."""
+    at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return Begun(at, shlex.join(["kvstrata", *sys.argv[1:]]), _commit())
+
+
 def processor() -> str:
     """As the kernel calls it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -267,6 +298,22 @@ def _source() -> str:
     """A name for this very source: versions are rarer than changes."""
     files = sorted(Path(kvstrata.__file__).parent.rglob("*.py"))
     return blake3(b"".join(path.read_bytes() for path in files)).hexdigest(length=4)
+
+
+def _commit() -> str:
+    """With a plus sign where the package was changed since."""
+    git = ("git", "-C", str(Path(kvstrata.__file__).parent))
+    try:
+        last, changed = (
+            subprocess.run([*git, *arguments], check=False, capture_output=True, text=True)
+            for arguments in (
+                ("log", "-1", "--format=%h", "--", "."),
+                ("diff", "--quiet", "HEAD", "--", "."),
+            )
+        )
+    except OSError:  # there is no git
+        return ""
+    return last.stdout.strip() + ("+" if last.stdout and changed.returncode else "")
 
 
 def _file_system(path: Path) -> str:

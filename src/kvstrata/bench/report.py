@@ -21,7 +21,8 @@ _IN_TIME = 2.0  # a first token is in time within so many times a cold prompt al
 def results_of(folder: RunFolder) -> Results:
     about = folder.about()
     in_time = _IN_TIME * about.cold_seconds if about else 0.0
-    return Results(folder.measured(), folder.rates(), in_time)
+    token_bytes = about.token_bytes if about else 0
+    return Results(folder.measured(), folder.rates(), in_time, token_bytes)
 
 
 def as_plain(folder: RunFolder) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def as_plain(folder: RunFolder) -> dict[str, Any]:
 def markdown(folder: RunFolder) -> str:
     """Everything that was measured; empty if nothing was."""
     results, about = results_of(folder), folder.about()
-    lines = [] if about is None else [_head(about), ""]
+    lines = [] if about is None else [*_commands(about), _head(about), ""]
     for workload in results.workloads():
         lines += [f"## {workload}", "", workloads()[workload].title, ""]
         rows = [
@@ -56,7 +57,7 @@ def markdown(folder: RunFolder) -> str:
 
 _TIME_TITLES = (
     *("answers", "failed", "differ", "first token: median ms", "least", "p99", "longest"),
-    *("/ cold", "/ best peer", "/ limit"),
+    *("/ cold", "/ best peer", "/ limit", "silent s"),
 )
 _COST_TITLES = (
     *("next token: median ms", "p99", "tokens/s", "in time/s", "reused"),
@@ -79,6 +80,15 @@ def _table(
         yield _line([step, CONTENDERS[f.contender].title, *(row[i] for i in kept)])
 
 
+def _commands(about: About) -> Iterator[str]:
+    """Which commands measured it, when, and of which source."""
+    for begun in about.begun:
+        commit = f", commit {begun.commit}" if begun.commit else ""
+        yield f"    {begun.command}    # {begun.at}{commit}"
+    if about.begun:
+        yield ""
+
+
 def _head(about: About) -> str:
     machine = about.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -95,7 +105,8 @@ def _times(f: Figures) -> list[str]:
     firsts = (f.first_token_median, f.first_token_least, f.first_token_p99, f.first_token_most)
     peer = "" if f.to_best_peer is None else f"{f.to_best_peer:.2f} ({f.best_peer})"
     counts = [str(f.answers), *(str(count or "") for count in (f.failures, f.differing))]
-    return [*counts, *map(_ms, firsts), _ratio(f.to_cold), peer, _ratio(f.to_limit)]
+    silent = "" if f.silent_most is None else f"{f.silent_most:.1f}"
+    return [*counts, *map(_ms, firsts), _ratio(f.to_cold), peer, _ratio(f.to_limit), silent]
 
 
 def _costs(f: Figures) -> list[str]:

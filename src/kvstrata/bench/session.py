@@ -14,7 +14,8 @@ from kvstrata.bench.limits import measure_rates
 from kvstrata.bench.models import Model
 from kvstrata.bench.processes import Role, Usage
 from kvstrata.bench.profiles import PROFILES
-from kvstrata.bench.record import About, Machine, Measured, Options, Rates, RunFolder
+from kvstrata.bench.record import About, Begun, Machine, Measured, Options, Rates, RunFolder
+from kvstrata.bench.restarts import run_with_restart
 from kvstrata.bench.services import free_port
 from kvstrata.bench.traffic import Answer, Conversation, Counters, Ran, Traffic, Turn
 from kvstrata.bench.workloads import workloads
@@ -79,6 +80,7 @@ class Session:
     options: Options
     model: Model
     machine: Machine
+    begun: Begun
     scratch: Path
     progress: Progress
 
@@ -98,6 +100,7 @@ class Session:
                     self._warm_up(fleet.values() if number == numbers[0] else started, scale)
                     if self.folder.about() is None:
                         scale = self._describe(next(iter(fleet.values())), scale)
+                    self.folder.note(self.begun)
                     self._round(name, made[name], number, list(fleet.values()), scale)
         finally:
             _end(fleet.values())
@@ -138,7 +141,8 @@ class Session:
     def _describe(self, first: Member, scale: Scale) -> Scale:
         """With the time that *first* takes for a cold prompt now, in use as all are that are timed."""
         cold = min(_first_token(first, scale, number) for number in range(_COLD_TIMES))
-        self.folder.describe(About(self.machine, self.model.title, cold, first.name))
+        model = self.model
+        self.folder.describe(About(self.machine, model.title, cold, first.name, model.token_bytes))
         return replace(scale, cold_seconds=cold)
 
     def _warm_up(self, fleet: Iterable[Member], scale: Scale) -> None:
@@ -194,6 +198,7 @@ class _Taken:
             self.moved_bytes,
             self.step.tier,
             self.as_meant,
+            self.ran.silent_seconds,
         )
 
 
@@ -240,25 +245,34 @@ def _take_alive(member: Member, step: Step, scale: Scale) -> _Taken:
     member.run(Traffic([Conversation([Turn(tokens(random.Random(), scale, _WARM_TOKENS), 1)])]))
     counted_before = member.counters()
     servers, before = member.server_pids, member.usage()
-    member.begin(step.traffic)
-    if step.kill_server_seconds is not None:
-        time.sleep(step.kill_server_seconds)
-        member.kill_server()
-    ran = member.end()
+    ran = _asked(member, step)
     member.settle()
     counted = member.counters()
     used = {role: _since(before[role], now) for role, now in member.usage().items()}
-    if member.server_pids != servers:  # it was killed, and took what it had used with it
-        del used["server"]
     moved = {
         what: count - counted_before.moved_bytes.get(what, 0)
         for what, count in counted.moved_bytes.items()
         if count > counted_before.moved_bytes.get(what, 0)
     }
+    if step.restart_seconds is not None:  # what has ended took what it had used and counted with it
+        used, moved = {}, {}
+    elif member.server_pids != servers:
+        del used["server"]
+        moved = {}
     as_meant = all(_is_meant(answer, step) for answer in ran.answers)
     if step.tier in {"disk", "remote"} and counted.promoted_blocks:
         as_meant &= _promoted(counted_before, counted, step)
     return _Taken(step, member.name, ran, used, moved, as_meant)
+
+
+def _asked(member: Member, step: Step) -> Ran:
+    if step.restart_seconds is not None:
+        return run_with_restart(member, step.traffic, step.restart_seconds)
+    member.begin(step.traffic)
+    if step.kill_server_seconds is not None:
+        time.sleep(step.kill_server_seconds)
+        member.kill_server()
+    return member.end()
 
 
 def _since(before: Usage, now: Usage) -> Usage:

@@ -30,12 +30,13 @@ class Traffic(msgspec.Struct, frozen=True):
 
     Those that are not due at a time wait in one queue, from which *users* take turns: the one at
     the front is asked its next turn, and then goes to the end. So between two turns of a
-    conversation lie those of all others.
+    conversation lie those of all others. What has no answer after *cut_seconds* is left.
     """
 
     conversations: list[Conversation]
     users: int = 1
     blend: bool = False
+    cut_seconds: float | None = None
 
     @property
     def turns(self) -> int:
@@ -57,7 +58,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """What KVStrata's server has counted so far; empty for others."""
+    """What KVStrata's server, or the worker of vLLM's tiering, has counted so far; empty for others."""
 
     moved_bytes: dict[str, int] = {}  # "host read", "disk write", ...
     promoted_blocks: dict[str, int] = {}  # by the tier that they came from
@@ -83,6 +84,9 @@ class Ran(msgspec.Struct, tag=True):
     seconds: float
     answers: list[Answer]
     engine_died: bool = False  # of this or before: nothing more will be answered
+    silent_seconds: float | None = (
+        None  # from the end of a restarted engine to the next first token
+    )
 
 
 class WasReset(msgspec.Struct, tag=True):

@@ -71,10 +71,11 @@ def bench(  # noqa: PLR0913 - each is an option
         options = _options(profile, workload, contender, rounds, model, trace, lmcache)
         folder = _folder(output, options)
         with ending_in_order(), _scratch() as scratch, _shown(options, folder) as progress:
+            from kvstrata.bench.record import begun_now
             from kvstrata.bench.session import Session
 
             made, machine = _model(options, scratch), _machine(options, scratch)
-            Session(folder, options, made, machine, scratch, progress).go()
+            Session(folder, options, made, machine, begun_now(), scratch, progress).go()
         _report(folder, as_json)
 
 

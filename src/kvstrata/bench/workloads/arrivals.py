@@ -25,7 +25,8 @@ _LOAD: Final = 0.7  # of a trace: of what an engine can compute that has seen no
 class Arrivals:
     title = (
         "Open loop: questions about one of twelve known documents of about 2000 tokens arrive at "
-        "random. A rate of 1 is as many as an engine computes one after the other."
+        "random. A rate of 1 is one in the time that a prompt as long, all of it new, takes to its "
+        "first token without a connector."
     )
     # A device cache with room for all forgets the documents, too, before each rate: no limit here.
     contenders = tuple(name for name in _PEERS if name != "roomy")
@@ -49,7 +50,9 @@ def teach(known: list[list[int]], before: Before = "reset") -> Step:
 
 
 def questions(dice: random.Random, scale: Scale, known: list[list[int]], rate: float) -> Traffic:
-    """At times of a Poisson process, each about any of the documents."""
+    """At times of a Poisson process, each about any of the documents; *rate* of them, on average, in
+    ``Scale.cold_seconds``.
+    """
     talks, due = [], 0.0
     for _ in range(max(2, round(scale.seconds * rate / scale.cold_seconds))):
         due += dice.expovariate(rate / scale.cold_seconds)

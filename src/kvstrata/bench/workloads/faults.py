@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from kvstrata.bench.traffic import Conversation, Traffic, Turn
@@ -11,13 +12,18 @@ from kvstrata.bench.workloads.workload import COLD_TOKENS, Scale, Step, tokens
 __all__ = ["Restart", "ServerKilled"]
 
 _PROMPTS: Final = 4
-_RATE: Final = 0.7  # of what an engine computes one after the other
+_LONGER: Final = 3  # than other traffic, so that requests still come in when the engine is back
+_RATE: Final = 0.7  # as of ``Arrivals``
 
 
 class Restart:
-    title = "The engine is restarted: the first tokens of prompts that were known before."
+    title = (
+        "The engine is restarted in the middle of the traffic. What is due meanwhile waits, what was "
+        "under way is asked again, and both count from when they were due; afterwards come four "
+        "prompts that were known before."
+    )
     contenders = (
-        *("none", "kvstrata-disk", "kvstrata-attached"),
+        *("none", "kvstrata-attached", "kvstrata-disk", "kvstrata-remote"),
         *("native-disk", "example", "lmcache"),
     )
 
@@ -25,8 +31,17 @@ class Restart:
         prompts = [
             Conversation([Turn(tokens(dice, scale, COLD_TOKENS), 1)]) for _ in range(_PROMPTS)
         ]
+        known = documents(dice, scale)
         yield Step("before the restart", Traffic(prompts))
-        yield Step("after the restart", Traffic(prompts), before="restart")
+        yield teach(known)
+        longer = replace(scale, seconds=_LONGER * scale.seconds)
+        yield Step(
+            "restart in the traffic",
+            questions(dice, longer, known, _RATE),
+            "reset",
+            restart_seconds=scale.seconds / 2,
+        )
+        yield Step("after the restart", Traffic(prompts))
 
 
 class ServerKilled:

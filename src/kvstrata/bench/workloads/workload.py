@@ -20,7 +20,7 @@ class Scale:
 
     prompt_tokens: Sequence[int]  # of single prompts
     users: int  # of a chat
-    rates: Sequence[float]  # of arrivals, of those that an engine without a connector can bear
+    rates: Sequence[float]  # requests that arrive in *cold_seconds*, on average
     seconds: float  # of each rate
     requests: int  # of a trace
     vocabulary: int
@@ -35,7 +35,8 @@ class Step:
     *before* it an engine's device cache is emptied (reset), or the engine is started anew
     (restart). With *tier* only contenders take it that can hit there, and it is meant to be such a
     hit: an answer counts if *cached_tokens* were reused. What is not *measured* only prepares.
-    *kill_server_seconds* after the start of the traffic the server of the cache is killed.
+    *kill_server_seconds* after the start of the traffic the server of the cache is killed,
+    *restart_seconds* after it the engine is started anew (``run_with_restart``).
     """
 
     name: str
@@ -45,6 +46,7 @@ class Step:
     cached_tokens: int | None = None
     measured: bool = True
     kill_server_seconds: float | None = None
+    restart_seconds: float | None = None
 
     @property
     def longest_tokens(self) -> int:
