@@ -46,6 +46,16 @@ def test_copies_are_checked_before_they_are_timed(
         bed.check()
 
 
+@pytest.mark.parametrize("outermost", [False, True])
+def test_a_block_in_the_place_of_another_is_noticed_though_it_comes_back(outermost: bool) -> None:
+    geometry = SMALL._replace(blocks_outermost=outermost)
+    with closing(Bed(geometry, CPU, 1 << 18)) as bed:
+        bed.check()
+        bed.blocks[2:4] = bed.blocks[3], bed.blocks[2]
+        with pytest.raises(InvariantViolated, match="small: slots hold other bytes"):
+            bed.check()
+
+
 def test_geometries_are_those_of_the_models() -> None:
     assert {(g.layers, g.page_bytes) for g in GEOMETRIES} == {(32, 65536), (61, 18432)}
     assert {g.blocks_outermost for g in GEOMETRIES} == {False, True}
