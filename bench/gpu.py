@@ -19,6 +19,7 @@ from bench.gpu_rows import Row
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.storage.mapping import HostMapping
+from kvstrata.transfer.device import Bytes
 from kvstrata.transfer.devices import open_device
 from kvstrata.transfer.guarded import Copied, RankSlots, split_runs
 from kvstrata.transfer.lanes import Handle
@@ -118,15 +119,30 @@ class Bed:
             raise InvariantViolated("not copied whole")
 
     def check(self) -> None:
-        """Save, spoil the cache, load: every byte is back."""
+        """Save, look into the slots, spoil the cache, load: every byte is where it belongs."""
         before = self.cache.clone()
         self.mapping.data[:] = 0xAA
         self.copy(is_load=False)
+        self._check_slots(before.cpu().numpy())
         self.cache.fill_(0x55)
         synchronize(self.cache.device)
         self.copy(is_load=True)
         if not torch.equal(self.cache, before):
             raise InvariantViolated(f"{self.geometry.name}: other bytes came back")
+
+    def _check_slots(self, cache: Bytes) -> None:
+        """Page by page: a slot is its blocks, of each all layers, and nothing else is written."""
+        geometry = self.geometry
+        for place, block in enumerate(self.blocks):
+            slot, within = divmod(place, geometry.per_slot)
+            for layer in range(geometry.layers):
+                page = cache[block, layer] if geometry.blocks_outermost else cache[layer, block]
+                start = (within * geometry.layers + layer) * geometry.page_bytes
+                found = self.mapping.data[slot, start : start + geometry.page_bytes]
+                if not np.array_equal(found, page):
+                    raise InvariantViolated(f"{geometry.name}: slots hold other bytes")
+        if (self.mapping.data[:, self.slot_row_bytes :] != 0xAA).any():
+            raise InvariantViolated(f"{geometry.name}: a save has written behind its blocks")
 
     @property
     def is_pinned(self) -> bool:

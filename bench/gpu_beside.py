@@ -1,6 +1,6 @@
 """Copies of a GPU beside an engine's work: what its kernels lose, and what copies lose to its Python.
 
-`make gpu` runs it after bench/gpu.py; see docs/gpu.md.
+`make gpu` runs it; see docs/gpu.md.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from bench.gpu_rows import Row
 
 from kvstrata.core.errors import InvariantViolated
 
-__all__ = ["busy_thread", "rows", "slowdown"]
+__all__ = ["busy_rows", "busy_thread", "rows", "slowdown"]
 
 REPETITIONS: Final = 7
 PRODUCTS_SECONDS: Final = 0.05  # of each measurement: time for many slots
@@ -153,8 +153,12 @@ def busy_thread() -> Iterator[Company]:
 
 
 def rows(device: torch.device, total_bytes: int, size: int = 8192) -> Iterator[Row]:
-    """In the order of docs/gpu.md; matrices are (size, size)."""
+    """Those with a bound; matrices are (size, size)."""
     for geometry in GEOMETRIES[::2]:  # layers outermost: the smallest pieces
         yield from slowdown(geometry, device, total_bytes, size)
+
+
+def busy_rows(device: torch.device, total_bytes: int) -> Iterator[Row]:
+    """Those that are only told."""
     with busy_thread() as company:  # each copy may take a hundred times as long
         yield from copies(GEOMETRIES[1], device, total_bytes // 4, company)

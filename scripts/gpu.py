@@ -152,22 +152,23 @@ def measure(report: Report, total_bytes: int, seconds: float) -> None:
 
 
 def rows(total_bytes: int) -> Generator[Any]:
-    """Copies and kernels, and where vLLM is installed its copies and engines."""
+    """In the order of docs/gpu.md: what has a bound comes first, with what its engines tell."""
     import torch
     from bench import gpu, gpu_beside, gpu_native, gpu_serving
 
     device = torch.device("cuda", 0)
     yield from gpu.rows(device, total_bytes)
     yield from gpu_beside.rows(device, total_bytes)
-    if not gpu_serving.is_vllm_installed():
+    if gpu_serving.is_vllm_installed():
+        torch.cuda.empty_cache()  # the engines take what is free
+        with tempfile.TemporaryDirectory(prefix="kvstrata-gpu-") as folder:
+            yield from gpu_serving.rows(Path(folder))
+            yield from gpu_serving.rows(Path(folder), gpu_serving.FAST, ["blockwise"])
+    else:
         print("vLLM is not installed here: nothing is compared with it", file=sys.stderr)
-        return
+    yield from gpu_beside.busy_rows(device, total_bytes)
     if (native := gpu_native.find_native(device)) is not None:
         yield from gpu_native.rows(device, native, total_bytes)
-    torch.cuda.empty_cache()  # the engines take what is free
-    with tempfile.TemporaryDirectory(prefix="kvstrata-gpu-") as folder:
-        yield from gpu_serving.rows(Path(folder))
-        yield from gpu_serving.rows(Path(folder), gpu_serving.FAST, ["blockwise"])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,6 +28,7 @@ class Engine(Protocol):
 
     device: torch.device
     scale: int  # of pages
+    blocks_outermost: bool  # whether the pages of a block are side by side
 
     def open(self, pages: Sequence[Sequence[torch.Tensor]]) -> PagedDevice: ...
 
@@ -45,26 +46,28 @@ class Engine(Protocol):
 
 
 class Cache:
-    """Pages of groups of layers, each layer in memory of its own, and slots of other bytes."""
+    """Pages of groups of layers, and slots of other bytes, of which the second of two ranks has half.
+
+    The layers of a group are in memory of their own, or its blocks are.
+    """
 
     def __init__(
         self, engine: Engine, groups: Sequence[Sequence[int]], per_slot: Sequence[int]
     ) -> None:
         """*groups*: bytes of the pages of each layer; *per_slot*: blocks of each group in a slot."""
         self.per_slot = tuple(per_slot)
-        self.pages = [
-            [_noise(engine, BLOCKS, size * engine.scale) for size in sizes] for sizes in groups
-        ]
+        self.pages = [_pages(engine, [size * engine.scale for size in sizes]) for sizes in groups]
         self.device = engine.open(self.pages)
         rows = [sum(page.shape[1] for page in pages) for pages in self.pages]
         self._group_bytes = tuple(row * n for row, n in zip(rows, per_slot, strict=True))
-        slot_bytes = -(-sum(self._group_bytes) // 4096) * 4096
+        self.start_bytes = sum(self._group_bytes)  # in a slot, behind the first rank
+        slot_bytes = -(-2 * self.start_bytes // 4096) * 4096
         self.mapping = HostMapping.create(SLOTS, slot_bytes, b"server")
         self.mapping.data[:] = np.random.default_rng(1).integers(
             0, 256, self.mapping.data.shape, np.uint8
         )
         self.device.pin(self.mapping, lambda: False)
-        self.slots = RankSlots(self.mapping, 0, self._group_bytes)
+        self.slots = RankSlots(self.mapping, self.start_bytes, self._group_bytes)
 
     def runs(self, blocks: Sequence[int], slots: Sequence[int]) -> list[Run]:
         numbered = [(slot, 0) for slot in slots]
@@ -72,7 +75,7 @@ class Cache:
 
     def rows(self, slot: int, group: int = 0) -> Bytes:
         """The bytes of *group* in a slot, (blocks, row_bytes)."""
-        start = sum(self._group_bytes[:group])
+        start = self.start_bytes + sum(self._group_bytes[:group])
         part = self.mapping.data[slot, start : start + self._group_bytes[group]]
         return part.reshape(self.per_slot[group], -1)
 
@@ -99,6 +102,13 @@ def _noise(engine: Engine, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=engine.device)
 
 
+def _pages(engine: Engine, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Of each layer (BLOCKS, bytes)."""
+    if engine.blocks_outermost:
+        return list(_noise(engine, BLOCKS, sum(sizes)).split(list(sizes), dim=1))
+    return [_noise(engine, BLOCKS, size) for size in sizes]
+
+
 @contextmanager
 def cache(
     engine: Engine,
@@ -120,7 +130,7 @@ def parts_of_blocks(engine: Engine) -> None:
         host, blocks = each.mapping.data.copy(), each.blocks(range(BLOCKS))
         each.do(each.device.save_job(each.slots, runs, each.device.fence()))
         for block, (slot, place) in places.items():
-            start = place * blocks.shape[1]
+            start = each.start_bytes + place * blocks.shape[1]
             host[slot, start : start + blocks.shape[1]] = blocks[block]
         assert np.array_equal(each.mapping.data, host)
         assert np.array_equal(each.blocks(range(BLOCKS)), blocks)

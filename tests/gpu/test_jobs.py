@@ -14,7 +14,8 @@ class Gpu:
     device = torch.device("cuda", 0)
     scale = 1024  # pages of half a MiB: several chunks
 
-    def __init__(self, kernel_calls: list[int], *, by_kernel: bool) -> None:
+    def __init__(self, kernel_calls: list[int], *, by_kernel: bool, blocks_outermost: bool) -> None:
+        self.blocks_outermost = blocks_outermost
         self._kernel_calls = kernel_calls
         self._by_kernel = by_kernel
 
@@ -37,8 +38,14 @@ class Gpu:
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("blocks_outermost", [False, True])
 @pytest.mark.parametrize("do", JOBS)
-def test_jobs(do: Callable[[Engine], None], by_kernel: bool, kernel_calls: list[int]) -> None:
-    do(Gpu(kernel_calls, by_kernel=by_kernel))
+def test_jobs(
+    do: Callable[[Engine], None],
+    by_kernel: bool,
+    blocks_outermost: bool,
+    kernel_calls: list[int],
+) -> None:
+    do(Gpu(kernel_calls, by_kernel=by_kernel, blocks_outermost=blocks_outermost))
     if torch.version.hip is None:
         assert (kernel_calls != []) == by_kernel

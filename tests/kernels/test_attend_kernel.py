@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.kernels.layers import Layer, a_layer
 
 from kvstrata.blend import attend_triton
 from kvstrata.blend.attend_triton import PagedKV, attend
@@ -19,28 +20,28 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 class Case(NamedTuple):
     """Some tokens of a prompt, and its pages."""
 
+    layer: Layer
     dtype: torch.dtype
     kv_heads: int
     heads_each: int
     key_size: int
     value_size: int
-    page_tokens: int
     tokens: int
-    heads_first: bool
+    apart: int  # elements between the queries of a token
     block: int  # queries of a program, and keys at a time
     seed: int
 
 
 cases = st.builds(
     Case,
+    layer=a_layer(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     kv_heads=st.integers(1, 2),
     heads_each=st.integers(1, 3),
     key_size=st.sampled_from([3, 8, 16, 24]),
     value_size=st.sampled_from([1, 8, 16, 20]),
-    page_tokens=st.integers(1, 7),
     tokens=st.integers(1, 70),
-    heads_first=st.booleans(),
+    apart=st.integers(0, 3),
     block=st.sampled_from([16, 32]),
     seed=st.integers(0, 1 << 16),
 )
@@ -73,12 +74,10 @@ def test_quantised_pages_are_read_with_their_scales(
 def check(device: torch.device, case: Case, stored: torch.dtype) -> None:
     torch.manual_seed(case.seed)
     chance = np.random.default_rng(case.seed)
-    used = -(-case.tokens // case.page_tokens)
-    inner = (case.kv_heads, case.page_tokens)
+    used = -(-case.tokens // case.layer.page_tokens)
     elements = case.key_size + case.value_size
-    shape = (used + 2, *(inner if case.heads_first else inner[::-1]), elements)
-    made = torch.randn(shape).to(stored).to(device)
-    cache = made if case.heads_first else made.transpose(1, 2)
+    whole = case.layer.make(used + 2, case.kv_heads, elements).to(stored).to(device)
+    cache = case.layer.of(whole, case.kv_heads)
     pages = torch.from_numpy(chance.permutation(used + 2)[:used].astype(np.int32)).to(device)
     kv = PagedKV(cache, pages, case.key_size)
     if stored != case.dtype:
@@ -86,7 +85,8 @@ def check(device: torch.device, case: Case, stored: torch.dtype) -> None:
     count = int(chance.integers(1, case.tokens + 1))
     positions = torch.from_numpy(chance.permutation(case.tokens)[:count]).to(device)
     heads = case.kv_heads * case.heads_each
-    queries = torch.randn(count, heads, case.key_size, device=device).to(case.dtype)
+    spread = torch.randn(count, heads + 1, case.key_size + case.apart, device=device)
+    queries = spread.to(case.dtype)[:, :heads, : case.key_size]
     tokens = cache[pages.long()].float().transpose(1, 2).reshape(-1, case.kv_heads, elements)
     tokens = tokens[: case.tokens].repeat_interleave(case.heads_each, dim=1)
     keys, values = tokens.split([case.key_size, case.value_size], dim=2)

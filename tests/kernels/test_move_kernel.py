@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.kernels.layers import Layer, a_layer
 
 from kvstrata.blend import move_triton
 from kvstrata.blend.move_triton import Moves, Rope, move_tokens
@@ -21,14 +22,14 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 class Case(NamedTuple):
     """Tokens of one paged cache, moved into another."""
 
+    source: Layer
+    cache: Layer
     dtype: torch.dtype
     heads: int
     pairs: int
     first_dim: int
     rest: int  # elements of a key behind those that are turned
     values: int
-    page_tokens: int
-    heads_first: bool
     is_neox: bool
     table_dtype: torch.dtype
     scale: float  # of the table, as YaRN has it
@@ -37,14 +38,14 @@ class Case(NamedTuple):
 
 cases = st.builds(
     Case,
+    source=a_layer(),
+    cache=a_layer(),
     dtype=st.sampled_from(FLOATING),
     heads=st.integers(1, 5),
     pairs=st.integers(1, 9),
     first_dim=st.integers(0, 3),
     rest=st.integers(0, 5),
     values=st.integers(0, 9),
-    page_tokens=st.integers(1, 5),
-    heads_first=st.booleans(),
     is_neox=st.booleans(),
     table_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     scale=st.sampled_from([1.0, 1.35]),
@@ -52,12 +53,10 @@ cases = st.builds(
 )
 
 
-def paged(case: Case, pages: int, device: torch.device) -> torch.Tensor:
-    """Random pages in the order of the case: (pages, heads, tokens, elements)."""
-    whole = case.first_dim + 2 * case.pairs + case.rest + case.values
-    inner = (case.heads, case.page_tokens) if case.heads_first else (case.page_tokens, case.heads)
-    made = torch.randn(pages, *inner, whole).to(case.dtype).to(device)
-    return made if case.heads_first else made.transpose(1, 2)
+def paged(case: Case, layer: Layer, pages: int, device: torch.device) -> torch.Tensor:
+    """All layers of a cache whose pages have the heads of the case."""
+    elements = case.first_dim + 2 * case.pairs + case.rest + case.values
+    return layer.make(pages, case.heads, elements).to(case.dtype).to(device)
 
 
 def table(case: Case, device: torch.device) -> torch.Tensor:
@@ -71,14 +70,16 @@ def by_token(pages: torch.Tensor) -> torch.Tensor:
     return pages.transpose(1, 2).reshape(-1, pages.shape[1], pages.shape[3])
 
 
-def drawn(case: Case, pages: int, device: torch.device) -> tuple[Moves, np.ndarray, np.ndarray]:
+def drawn(
+    case: Case, source: torch.Tensor, cache: torch.Tensor
+) -> tuple[Moves, np.ndarray, np.ndarray]:
     chance = np.random.default_rng(case.seed)
-    slots = pages * case.page_tokens
-    tokens = int(chance.integers(1, slots + 1))
+    sizes = [len(pages) * pages.shape[2] for pages in (source, cache)]
+    tokens = int(chance.integers(1, min(sizes) + 1))
     sources, targets = (chance.integers(0, POSITIONS, tokens) for _ in range(2))
     targets[::3] = sources[::3]  # that stay where they are
-    columns = [chance.permutation(slots)[:tokens], chance.permutation(slots)[:tokens]]
-    on_device = [torch.from_numpy(n).to(device) for n in (*columns, sources, targets)]
+    slots = [chance.permutation(size)[:tokens] for size in sizes]
+    on_device = [torch.from_numpy(n).to(cache.device) for n in (*slots, sources, targets)]
     return Moves(*on_device), sources, targets
 
 
@@ -86,8 +87,10 @@ def drawn(case: Case, pages: int, device: torch.device) -> tuple[Moves, np.ndarr
 @given(cases)
 def test_keys_are_turned_as_by_the_reference(device: torch.device, case: Case) -> None:
     torch.manual_seed(case.seed)
-    source, cache = paged(case, 4, device), paged(case, 4, device)
-    moves, sources, targets = drawn(case, 4, device)
+    source = case.source.of(paged(case, case.source, 4, device), case.heads)
+    whole = paged(case, case.cache, 3, device)
+    cache, before = case.cache.of(whole, case.heads), whole.clone()
+    moves, sources, targets = drawn(case, source, cache)
     rope = Rope(table(case, device), case.is_neox, case.first_dim)
     corrector = PositionCorrector(
         rope.table, rotary_dim=2 * case.pairs, is_neox=case.is_neox, first_dim=case.first_dim
@@ -106,6 +109,8 @@ def test_keys_are_turned_as_by_the_reference(device: torch.device, case: Case) -
     kept = torch.ones(found.shape[2], dtype=torch.bool, device=device)
     kept[case.first_dim : case.first_dim + 2 * case.pairs] = False
     assert torch.equal(found[..., kept], expected[..., kept])
+    case.cache.of(before, case.heads).copy_(cache)
+    assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8))  # around the pages
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -115,8 +120,9 @@ def test_quantised_keys_are_turned_and_rounded_again(
 ) -> None:
     case = case._replace(dtype=fp8)
     torch.manual_seed(case.seed)
-    source, cache = paged(case, 3, device), paged(case, 3, device)
-    moves, sources, targets = drawn(case, 3, device)
+    source = case.source.of(paged(case, case.source, 3, device), case.heads)
+    cache = case.cache.of(paged(case, case.cache, 4, device), case.heads)
+    moves, sources, targets = drawn(case, source, cache)
     rope = Rope(table(case, device), case.is_neox, case.first_dim)
     corrector = PositionCorrector(
         rope.table, rotary_dim=2 * case.pairs, is_neox=case.is_neox, first_dim=case.first_dim

@@ -25,6 +25,9 @@ class Cpu:
     device = torch.device("cpu")
     scale = 1
 
+    def __init__(self, *, blocks_outermost: bool) -> None:
+        self.blocks_outermost = blocks_outermost
+
     def open(self, pages: Pages) -> PagedDevice:
         return open_device(pages)
 
@@ -44,7 +47,8 @@ class Simulated:
     device = torch.device("cpu")
     scale = 1
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, blocks_outermost: bool) -> None:
+        self.blocks_outermost = blocks_outermost
         self._driver = SimulatedDevice(random.Random(seed).choice)
 
     def open(self, pages: Pages) -> PagedDevice:
@@ -70,8 +74,11 @@ class Simulated:
 
 @pytest.mark.parametrize("do", JOBS)
 @pytest.mark.parametrize("make", [Cpu, *(partial(Simulated, seed) for seed in range(5))])
-def test_jobs(do: Callable[[Engine], None], make: Callable[[], Engine]) -> None:
-    do(make())
+@pytest.mark.parametrize("blocks_outermost", [False, True])
+def test_jobs(
+    do: Callable[[Engine], None], make: Callable[..., Engine], blocks_outermost: bool
+) -> None:
+    do(make(blocks_outermost=blocks_outermost))
 
 
 def test_where_a_part_is_is_looked_up_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,5 +90,5 @@ def test_where_a_part_is_is_looked_up_once_for_all_layers(monkeypatch: pytest.Mo
         return rows(*arguments)
 
     monkeypatch.setattr(streamed, "_rows", counted)
-    layers(Simulated(0))
+    layers(Simulated(0, blocks_outermost=False))
     assert len(asked) == 2  # parts, each of three layers

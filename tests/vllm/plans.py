@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -36,6 +37,12 @@ LLAMA: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
+}
+FP8: dict[str, Any] = {"dtype": torch.uint8, "kv_quant_mode": get_kv_quant_mode("fp8")}
+FP8_DS_MLA: dict[str, Any] = FP8 | {  # a latent, its scales and what is turned, in one run
+    "cache_dtype_str": "fp8_ds_mla",
+    "head_size": 576,
+    "state_content_bytes": 656,
 }
 
 

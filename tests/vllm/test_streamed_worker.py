@@ -10,10 +10,21 @@ import numpy as np
 import pytest
 import torch
 from tests.simulated_device import SimulatedDevice, SimulatedEvent, SimulatedPins
-from tests.vllm.plans import full, group, mla, model_folder, tensors, vllm_config
+from tests.vllm.plans import (
+    FP8,
+    FP8_DS_MLA,
+    full,
+    group,
+    mla,
+    model_folder,
+    sliding,
+    tensors,
+    vllm_config,
+)
 from tests.vllm.plans import plan as plan_of
-from tests.vllm.test_worker_half import PATIENCE_SECONDS, SERVER, Bench
+from tests.vllm.test_worker_half import NUM_BLOCKS, PATIENCE_SECONDS, SERVER, Bench
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from kvstrata.integration.vllm import worker
 from kvstrata.integration.vllm.geometry import geometry_from_config
@@ -34,7 +45,7 @@ class Gpus:
 
     def __init__(self) -> None:
         self.drivers: list[SimulatedDevice] = []
-        self.pages: list[list[torch.Tensor]] = []  # of each half's one group
+        self.pages: list[list[torch.Tensor]] = []  # of each half's groups
 
     def open_device(self, pages: list[list[torch.Tensor]]) -> StreamedDevice:
         chance = random.Random(len(self.drivers))
@@ -65,8 +76,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 def make_bench(config: VllmConfig) -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def make(spec: Any, layout: str) -> Bench:
-        made.append(Bench(config, spec, layout))
+    def make(*groups: KVCacheGroupSpec, layout: str) -> Bench:
+        made.append(Bench(config, *groups, layout=layout))
         return made[-1]
 
     yield make
@@ -74,51 +85,82 @@ def make_bench(config: VllmConfig) -> Iterator[Callable[..., Bench]]:
         bench.close()
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-@pytest.mark.parametrize("spec", [full, mla])
+GROUPS = {
+    "heads": [group(full(), layers=3)],
+    "mla": [group(mla(), layers=3)],
+    "fp8": [group(full(**FP8), layers=3)],
+    "fp8_ds_mla": [group(mla(**FP8_DS_MLA), layers=3)],
+    "two page sizes": [
+        group(full(), layers=2),
+        group(sliding(block_size=96, sliding_window=96), layers=1, first=2),
+    ],
+}
+ORDERS = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+ANY_CACHE = [
+    *((kind, order) for kind in GROUPS if kind != "two page sizes" for order in ORDERS),
+    *(("two page sizes", order) for order in ORDERS if order[0] == "B"),  # vLLM has no others
+]
+
+
+def in_slots(blocks: list[list[int]]) -> list[int]:
+    """Those of each group, as a plan names them for two slots."""
+    halves = [(own[: len(own) // 2], own[len(own) // 2 :]) for own in blocks]
+    return [block for half in zip(*halves, strict=True) for own in half for block in own]
+
+
+def rows(pages: list[torch.Tensor], blocks: list[int]) -> np.ndarray:
+    """(blocks, bytes), layer by layer."""
+    found: np.ndarray = torch.cat([page[blocks] for page in pages], dim=1).numpy()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "layout"), ANY_CACHE)
 def test_blocks_that_the_forward_writes_are_saved_and_come_back(
-    make_bench: Callable[..., Bench], gpus: Gpus, layout: str, spec: Any
+    make_bench: Callable[..., Bench], gpus: Gpus, kind: str, layout: str
 ) -> None:
-    bench = make_bench(group(spec(), layers=3), layout)
+    groups = GROUPS[kind]
+    bench = make_bench(*groups, layout=layout)
     rank, driver = bench.ranks[0], gpus.drivers[0]
     rank.fill(1)
-    caches = gpus.pages[0]
-    new = [torch.randint(0, 256, cache[FROM].shape, dtype=torch.uint8) for cache in caches]
+    caches = gpus.pages[: len(groups)]
+    saved, loaded = [FROM, [10, 11]][: len(groups)], [TO, [3, 1]][: len(groups)]
+    others = sorted({*range(1, NUM_BLOCKS)} - {*in_slots(loaded)})
 
-    def device_blocks(numbers: list[int]) -> np.ndarray:
-        rows: np.ndarray = torch.cat([cache[numbers] for cache in caches], dim=1).numpy()
-        return rows
-
-    plan = StepPlan(SERVER, saves=[Save(1, FROM, [0, 2], [10, 12])])
+    plan = StepPlan(SERVER, saves=[Save(1, in_slots(saved), [0, 2], [10, 12])])
     rank.half.begin_step(plan)
     rank.half.start_load(plan)
-    for cache, values in zip(caches, new, strict=True):  # the forward, which runs some time later
-        driver.launch(partial(cache.__setitem__, FROM, values))
+    expected = []
+    for pages, blocks in zip(caches, saved, strict=True):
+        new = [torch.randint(0, 256, page[blocks].shape, dtype=torch.uint8) for page in pages]
+        expected.append(torch.cat(new, dim=1).numpy())
+        for page, values in zip(pages, new, strict=True):  # the forward, which runs some time later
+            driver.launch(partial(page.__setitem__, blocks, values))
     rank.half.start_save(plan)
     _, _, report = rank.drain()
     assert (report.saved, report.save_failed) == ({1: 1}, {})
-    expected = device_blocks(FROM)
-    assert np.array_equal(expected, torch.cat(new, dim=1).numpy())
-    assert np.array_equal(bench.host_rows(0, 0), expected[:3])
-    assert np.array_equal(bench.host_rows(0, 2), expected[3:])
+    for number, values in enumerate(expected):
+        found = [bench.host_rows(0, slot, number) for slot in (0, 2)]
+        assert np.array_equal(np.concatenate(found), values)
 
-    plan = StepPlan(SERVER, loads=[Load("request", 2, TO, [0, 2], [10, 12])])
-    zeroes = [torch.zeros_like(values) for values in new]
-    for cache, values in zip(caches, zeroes, strict=True):  # as vLLM does with new blocks
-        driver.launch(partial(cache.__setitem__, TO, values))
+    plan = StepPlan(SERVER, loads=[Load("request", 2, in_slots(loaded), [0, 2], [10, 12])])
+    before = [rows(pages, others) for pages in caches]
+    for pages, blocks in zip(caches, loaded, strict=True):
+        for page in pages:  # as vLLM does with new blocks
+            driver.launch(partial(page.__setitem__, blocks, 0))
     rank.half.begin_step(plan)
     rank.half.start_load(plan)
     received, failed, report = rank.drain()
     assert (received, failed) == ({"request"}, set())
-    assert np.array_equal(device_blocks(TO), expected)
     driver.run_all()
-    assert np.array_equal(device_blocks(TO), expected)
+    for pages, blocks, values, kept in zip(caches, loaded, expected, before, strict=True):
+        assert np.array_equal(rows(pages, blocks), values)
+        assert np.array_equal(rows(pages, others), kept)
 
 
 def test_a_load_does_not_wait_for_the_forward_of_its_own_step(
     make_bench: Callable[..., Bench], gpus: Gpus
 ) -> None:
-    bench = make_bench(group(full(), layers=2), "BLNHC")
+    bench = make_bench(group(full(), layers=2), layout="BLNHC")
     rank, driver = bench.ranks[0], gpus.drivers[0]
     plan = StepPlan(SERVER, loads=[Load("request", 2, TO, [0, 2], [10, 12])])
     forward: list[str] = []
@@ -142,7 +184,7 @@ def test_no_hook_of_a_step_waits_for_the_device(
         wait(event)
 
     monkeypatch.setattr(SimulatedEvent, "wait", note_and_wait)
-    rank = make_bench(group(full(), layers=2), "BLNHC").ranks[0]
+    rank = make_bench(group(full(), layers=2), layout="BLNHC").ranks[0]
     plan = StepPlan(
         SERVER,
         loads=[Load("request", 2, TO, [0, 2], [10, 12])],
@@ -162,7 +204,7 @@ def test_no_hook_of_a_step_waits_for_the_device(
 def test_what_fails_on_the_device_is_a_load_that_failed(
     make_bench: Callable[..., Bench], gpus: Gpus, fault: str
 ) -> None:
-    bench = make_bench(group(full(), layers=2), "LBHNC")
+    bench = make_bench(group(full(), layers=2), layout="LBHNC")
     rank, driver = bench.ranks[0], gpus.drivers[0]
     plan = StepPlan(
         SERVER,
@@ -203,7 +245,7 @@ def layerwise_half(config: VllmConfig, **settings: Any) -> WorkerHalf:
 def test_saves_make_way_for_steps_that_compute(
     make_bench: Callable[..., Bench], gpus: Gpus, is_idle: bool
 ) -> None:
-    half: Any = make_bench(group(full(), layers=2), "BLNHC").ranks[0].half
+    half: Any = make_bench(group(full(), layers=2), layout="BLNHC").ranks[0].half
     assert not half._device._pace.is_shared
     half.begin_step(StepPlan(SERVER, idle=is_idle))
     assert half._device._pace.is_shared is not is_idle
@@ -213,7 +255,7 @@ def test_nothing_is_pinned_before_the_first_step(
     make_bench: Callable[..., Bench], gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM may be recording CUDA graphs."""
-    bench = make_bench(group(full(), layers=2), "BLNHC")
+    bench = make_bench(group(full(), layers=2), layout="BLNHC")
     half: Any = bench.ranks[0].half
     pinned: list[HostMapping] = []
     monkeypatch.setattr(half._device, "pin", lambda mapping, is_over: pinned.append(mapping))
@@ -241,7 +283,7 @@ def near(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_each_rank_has_its_share_of_the_slots_near_its_gpu(
     make_bench: Callable[..., Bench], gpus: Gpus, near: list[tuple[int, ...]]
 ) -> None:
-    bench = make_bench(group(full(), layers=2), "BLNHC")
+    bench = make_bench(group(full(), layers=2), layout="BLNHC")
     for node, rank in enumerate(bench.ranks):
         half: Any = rank.half
         half._device.numa_node = node
@@ -258,7 +300,7 @@ def test_where_nothing_is_nearer_nothing_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     why: str,
 ) -> None:
-    bench = Bench(config, group(mla(), layers=2), "LBHNC", replicas=2)
+    bench = Bench(config, group(mla(), layers=2), layout="LBHNC", replicas=2)
     half: Any = bench.ranks[1 if why == "another rank writes it" else 0].half
     half._device.numa_node = None if why == "a CPU" else 1
     if why == "one node":
@@ -275,7 +317,7 @@ def test_a_kernel_that_refuses_a_node_does_not_keep_the_worker_from_its_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(worker, "memory_nodes", lambda: [0, 1])
-    bench = make_bench(group(full(), layers=2), "BLNHC")
+    bench = make_bench(group(full(), layers=2), layout="BLNHC")
     half: Any = bench.ranks[0].half
     half._device.numa_node = 999
     with caplog.at_level("INFO"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.vllm.plans import full, group, mla, model_folder, plan, tensors, vllm_config
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.geometry import geometry_from_config
@@ -22,6 +22,7 @@ from kvstrata.storage.mapping import HostMapping
 
 SERVER = b"server"
 NUM_BLOCKS, SLOTS, PER_SLOT, WORLD = 13, 4, 3, 2
+TOKENS = 32 * PER_SLOT  # of a block of ours
 TIMEOUT_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0  # only a broken worker takes that long
 
@@ -67,20 +68,16 @@ class Rank:
     def __init__(
         self,
         config: VllmConfig,
-        kv_group: KVCacheGroupSpec,
-        layout: str,
+        planned: KVCacheConfig,
         rank: int,
         clock: Clock,
         replicas: int = 1,
     ) -> None:
-        planned = plan(config, kv_group, layout=layout, num_blocks=NUM_BLOCKS)
         registered = tensors(planned)
-        self.caches = {name: registered[name] for name in kv_group.layer_names}
         geometry = geometry_from_config(config, planned)
-        regions = SlotRegions((geometry.rank_bytes(32 * PER_SLOT),), WORLD, replicas)
-        chosen = WorkerSettings(
-            regions.of(0, rank), 32 * PER_SLOT, load_timeout_seconds=TIMEOUT_SECONDS
-        )
+        self.caches = {name: registered[name] for name in geometry.layers}
+        regions = SlotRegions((geometry.rank_bytes(TOKENS),), WORLD, replicas)
+        chosen = WorkerSettings(regions.of(0, rank), TOKENS, load_timeout_seconds=TIMEOUT_SECONDS)
         self.half = WorkerHalf(chosen, config, planned, clock=clock)
         self.half.register_kv_caches(self.caches)
 
@@ -122,23 +119,28 @@ class Rank:
 
 class Bench:
     def __init__(
-        self, config: VllmConfig, kv_group: KVCacheGroupSpec, layout: str, replicas: int = 1
+        self, config: VllmConfig, *groups: KVCacheGroupSpec, layout: str, replicas: int = 1
     ) -> None:
         self.clock = Clock()
-        self.ranks = [Rank(config, kv_group, layout, i, self.clock, replicas) for i in range(WORLD)]
+        planned = plan(config, *groups, layout=layout, num_blocks=NUM_BLOCKS)
+        self.ranks = [Rank(config, planned, i, self.clock, replicas) for i in range(WORLD)]
         geometry = self.ranks[0].half.geometry
         self.row_bytes = geometry.groups[0].device_block_bytes
-        self.mapping = HostMapping.create(SLOTS, geometry.slot_bytes(32 * PER_SLOT, WORLD), SERVER)
+        self.mapping = HostMapping.create(SLOTS, geometry.slot_bytes(TOKENS, WORLD), SERVER)
         self.mapping.generations[:] = [10, 11, 12, 13]
         for rank in self.ranks:
             rank.half.mapping = self.mapping
 
-    def host_rows(self, rank: int, slot: int) -> np.ndarray:
-        """(PER_SLOT, device_block_bytes) of one rank's region, by the documented layout."""
-        rank_bytes = PER_SLOT * self.row_bytes
-        region = self.mapping.data[slot][rank * rank_bytes : (rank + 1) * rank_bytes]
-        rows: np.ndarray = region.reshape(PER_SLOT, self.row_bytes)
-        return rows
+    def host_rows(self, rank: int, slot: int, group: int = 0) -> np.ndarray:
+        """(device blocks, their bytes) of a group in one rank's region, by the documented layout."""
+        shapes = [
+            (TOKENS // each.block_size, sum(each.page_bytes))
+            for each in self.ranks[0].half.geometry.groups
+        ]
+        sizes = [blocks * block_bytes for blocks, block_bytes in shapes]
+        start = rank * sum(sizes) + sum(sizes[:group])
+        rows: np.ndarray = self.mapping.data[slot][start : start + sizes[group]]
+        return rows.reshape(shapes[group])
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -153,7 +155,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 @pytest.fixture
 def bench(config: VllmConfig) -> Iterator[Bench]:
-    made = Bench(config, group(full(), layers=2), "LBHNC")
+    made = Bench(config, group(full(), layers=2), layout="LBHNC")
     yield made
     made.close()
 
@@ -170,11 +172,11 @@ def rank(bench: Bench) -> Rank:
 def any_layout(request: pytest.FixtureRequest, config: VllmConfig) -> Iterator[Bench]:
     mixed = {"a": full(), "b": full(head_size=16), "c": full()}
     made = {
-        "LBHNC": lambda: Bench(config, group(full()), "LBHNC"),
-        "BLHNC": lambda: Bench(config, group(full()), "BLHNC"),
-        "mixed LBHNC": lambda: Bench(config, group(mixed), "LBHNC"),
-        "mixed BLHNC": lambda: Bench(config, group(mixed), "BLHNC"),
-        "mla": lambda: Bench(config, group(mla(), layers=3), "LBHNC"),
+        "LBHNC": lambda: Bench(config, group(full()), layout="LBHNC"),
+        "BLHNC": lambda: Bench(config, group(full()), layout="BLHNC"),
+        "mixed LBHNC": lambda: Bench(config, group(mixed), layout="LBHNC"),
+        "mixed BLHNC": lambda: Bench(config, group(mixed), layout="BLHNC"),
+        "mla": lambda: Bench(config, group(mla(), layers=3), layout="LBHNC"),
     }[request.param]()
     yield made
     made.close()
@@ -539,7 +541,7 @@ def test_task_keeps_the_mapping_it_began_with(bench: Bench, rank: Rank) -> None:
 
 
 def test_what_all_ranks_hold_is_saved_by_the_first_and_loaded_by_all(config: VllmConfig) -> None:
-    bench = Bench(config, group(mla(), layers=2), "LBNHC", replicas=WORLD)
+    bench = Bench(config, group(mla(), layers=2), layout="LBNHC", replicas=WORLD)
     first, second = bench.ranks
     for rank in bench.ranks:
         rank.fill(7)
