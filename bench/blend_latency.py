@@ -9,11 +9,14 @@ Two parts, with two engines that take turns, A B B A:
   half of the rest is the question.
 * ``mix``: prompts of several lengths of which several shares are known; the blending engine decides
   itself which of them are worth blending. None may take longer than a whole prefill.
+
+CPU time is of all processes of an engine and its server, from a prompt until nothing is left to do.
 """
 
 import argparse
 import dataclasses
 import itertools
+import math
 import random
 import statistics
 import sys
@@ -22,13 +25,17 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from bench.members import asked_at_once, roomy_members
 
 from kvstrata.bench.fleet import EngineFailed, Member
 from kvstrata.bench.models import VOCABULARY, random_model
 from kvstrata.bench.traffic import Answer
+from kvstrata.blend.plan import BlendPlan, ReusedRuns
+from kvstrata.core.config import Config
+from kvstrata.integration.vllm.blend.rules import rule_of
 
-__all__ = ["Cell", "Pair", "cells", "prompt_of"]
+__all__ = ["Cell", "Pair", "cells", "pairs_of", "prompt_of", "report", "scoring_share"]
 
 FULL, BLEND = "none", "kvstrata-blend"
 PROMPT_TOKENS: Final = 2050
@@ -48,6 +55,8 @@ class Pair:
     full_seconds: float
     blend_seconds: float
     cached_tokens: int  # of the blending engine
+    full_cpu_seconds: float
+    blend_cpu_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +69,13 @@ class Cell:
     blend_ms: float
     ratio: float  # blended / whole, median of the pairs
     cached_tokens: int
+    cpu_ratio: float  # blended / whole, of the sums over the pairs: it is counted in 10 ms
+    pairs: int
 
     def row(self) -> str:
         return (
             f"| {self.tokens} | {self.share:.0%} | {self.full_ms:.0f} | {self.blend_ms:.0f} "
-            f"| {self.ratio:.2f} | {self.cached_tokens} |"
+            f"| {self.ratio:.2f} | {self.cpu_ratio:.2f} | {self.cached_tokens} | {self.pairs} |"
         )
 
 
@@ -81,9 +92,18 @@ def cells(pairs: Iterable[Pair]) -> list[Cell]:
             1e3 * statistics.median(pair.blend_seconds for pair in found),
             statistics.median(pair.blend_seconds / pair.full_seconds for pair in found),
             round(statistics.median(pair.cached_tokens for pair in found)),
+            _over(
+                sum(pair.blend_cpu_seconds for pair in found),
+                sum(pair.full_cpu_seconds for pair in found),
+            ),
+            len(found),
         )
         for (tokens, share), found in by_shape.items()
     ]
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
 
 
 def prompt_of(documents: Sequence[Sequence[int]], tokens: int, rng: random.Random) -> list[int]:
@@ -104,7 +124,24 @@ def _new(rng: random.Random, tokens: int) -> list[int]:
 
 def pairs_of(tokens: int) -> int:
     """In a round of the mix: short prompts take little time, and noise is much of it."""
-    return max(1, 1200 // tokens)
+    return max(2, 1200 // tokens)
+
+
+def scoring_share(layers: int, block_tokens: int) -> float:
+    """Return what choosing is planned to take of a whole prefill of a prompt of ``documents``."""
+    size = int(PROMPT_TOKENS * SHARE) // DOCUMENTS
+    new = PROMPT_TOKENS - size * DOCUMENTS
+    between = (new - new // 2) // DOCUMENTS
+    length = np.full(DOCUMENTS, size)
+    start = (new - new // 2) % DOCUMENTS + between + np.arange(DOCUMENTS) * (size + between)
+    runs = ReusedRuns(start, length, np.zeros_like(start), np.zeros(DOCUMENTS, np.bool_))
+    plan = BlendPlan.of_runs(
+        runs, prompt_tokens=PROMPT_TOKENS, block_tokens=block_tokens, exact_end=0
+    )
+    config = Config()
+    rule = rule_of(config, config.recompute_ratio, layers)
+    offer = rule.offer(plan)
+    return (rule.work_tokens(plan) - len(offer.mandatory) - offer.budget) / PROMPT_TOKENS
 
 
 class Bench:
@@ -123,15 +160,18 @@ class Bench:
             blend.settle()
             blend.reset()
         answers: dict[str, Answer] = {}
+        cpu_seconds: dict[str, float] = {}
         for name in (FULL, BLEND) if number % 2 else (BLEND, FULL):
             member = self._members[name]
             member.run(asked_at_once([_new(self._random, 8)]))  # an engine in use
+            used = _cpu_seconds(member)
             prompt = prompt_of(documents, tokens, self._random)
             (answer,) = member.run(asked_at_once([prompt], blend=name == BLEND)).answers
             if answer.failure:
                 raise EngineFailed(f"{name}: {answer.failure}")
             answers[name] = answer
             member.settle()
+            cpu_seconds[name] = _cpu_seconds(member) - used
         full, blended = answers[FULL], answers[BLEND]
         return Pair(
             tokens,
@@ -139,14 +179,21 @@ class Bench:
             full.first_token_seconds,
             blended.first_token_seconds,
             blended.cached_tokens,
+            cpu_seconds[FULL],
+            cpu_seconds[BLEND],
         )
 
 
-def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair]]:
+def _cpu_seconds(member: Member) -> float:
+    return sum(used.cpu_seconds for used in member.usage().values())
+
+
+def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair], float]:
+    """Pairs of both parts, and the share of a whole prefill that choosing takes."""
     make_model = partial(
         random_model, layers=options.layers, hidden=options.hidden, dtype=options.dtype
     )
-    with roomy_members((FULL, BLEND), options.folder, make_model) as (members, _):
+    with roomy_members((FULL, BLEND), options.folder, make_model) as (members, model):
         bench = Bench(members, options.seed)
         for shape in MIX[-2:]:  # warms up
             bench.pair(*shape, 0)
@@ -157,25 +204,31 @@ def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair]]:
             for shape in MIX
             for again in range(pairs_of(shape[0]))
         ]
-    return documents, mix
+        scoring = scoring_share(options.layers, model.engine_block_tokens)
+    return documents, mix, scoring
 
 
-def report(documents: Sequence[Pair], mix: Sequence[Pair]) -> Iterable[str]:
+def report(documents: Sequence[Pair], mix: Sequence[Pair], scoring: float) -> Iterable[str]:
     head = (
-        "| tokens | known | whole prefill, ms | blending, ms | ratio | cached |",
-        "|---" * 6 + "|",
+        "| tokens | known | whole prefill, ms | blending, ms | ratio | of CPU time | cached | pairs |",
+        "|---" * 8 + "|",
     )
     (cell,) = cells(documents)
     yield from (*head, cell.row(), "")
     speed = 1 / cell.ratio
     word = "met    " if speed >= LEAST_SPEED else "NOT met"
     yield f"{word} {speed:.2f} times as fast as a whole prefill, at least {LEAST_SPEED:g}"
+    yield f"        choosing what to compute is planned to take {100 * scoring:.1f} % of a whole prefill"
     yield from ("", *head)
     found = cells(mix)
     yield from (cell.row() for cell in found)
     worst = max(cell.ratio for cell in found)
     word = "met    " if worst <= MOST_SLOWDOWN else "NOT met"
     yield f"\n{word} at most {worst:.2f} of a whole prefill in the mix, no more than {MOST_SLOWDOWN:g}"
+    left = [cell for cell in found if not cell.cached_tokens]
+    if left:
+        most = max(cell.cpu_ratio for cell in left)
+        yield f"        where nothing was reused, at most {most:.2f} of its CPU time"
 
 
 def main() -> int:
@@ -188,8 +241,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    documents, mix = measure(options)
-    print("\n".join(report(documents, mix)))
+    documents, mix, scoring = measure(options)
+    print("\n".join(report(documents, mix, scoring)))
     blended = all(pair.cached_tokens > 0 for pair in documents)
     if not blended:
         print("error: a prompt of known documents was not blended", file=sys.stderr)

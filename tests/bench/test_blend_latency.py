@@ -1,9 +1,19 @@
 """The latency bench of blending: its prompts, and what it makes of pairs."""
 
+import math
 import random
 
 import pytest
-from bench.blend_latency import DOCUMENTS, Pair, cells, prompt_of, report
+from bench.blend_latency import (
+    DOCUMENTS,
+    MIX,
+    Pair,
+    cells,
+    pairs_of,
+    prompt_of,
+    report,
+    scoring_share,
+)
 
 
 @pytest.mark.parametrize("tokens", [300, 1100, 2050])
@@ -21,14 +31,36 @@ def test_a_prompt_has_its_length_and_all_documents(tokens: int, share: float) ->
 
 
 def test_a_cell_has_medians_of_pairs() -> None:
-    pairs = [Pair(2050, 0.95, full, blend, 2048) for full, blend in ((1, 0.2), (2, 0.3), (3, 0.9))]
+    times = ((1, 0.2), (2, 0.3), (3, 0.9))
+    pairs = [Pair(2050, 0.95, full, blend, 2048, 2.0, 1.0 + blend) for full, blend in times]
     (cell,) = cells(pairs)
     assert (cell.full_ms, cell.blend_ms, cell.ratio) == (2000, 300, 0.2)
+    assert cell.cpu_ratio == pytest.approx(4.4 / 6)
+    assert cell.pairs == 3
+    (unknown,) = cells([Pair(300, 0.0, 1, 1, 0, 0.0, 0.0)])
+    assert math.isnan(unknown.cpu_ratio)
+
+
+def test_every_shape_of_the_mix_has_eight_pairs_in_the_five_rounds_of_it() -> None:
+    assert [pairs_of(tokens) for tokens in (300, 1100, 2050, 4100)] == [4, 2, 2, 2]
+    assert min(5 * pairs_of(tokens) for tokens, _ in MIX) >= 8
+
+
+def test_what_choosing_takes_is_counted_in_tokens_through_the_layers_that_are_scored() -> None:
+    # 53 tokens that ask and stand between, 24 first ones and half of the 299 that are chosen, through
+    # the first 3 of 12 layers.
+    assert scoring_share(12, 32) == pytest.approx(0.25 * (53 + 24 + 149.5) / 2050, rel=0.01)
 
 
 def test_the_report_says_which_bounds_are_met() -> None:
-    fast = [Pair(2050, 0.95, 1.0, 0.25, 2048)]
-    slow = [Pair(300, 0.3, 1.0, 1.2, 0), Pair(1100, 0.3, 1.0, 1.0, 0)]
-    lines = list(report(fast, slow))
+    fast = [Pair(2050, 0.95, 1.0, 0.25, 2048, 2.0, 0.5)]
+    slow = [
+        Pair(300, 0.3, 1.0, 1.2, 0, 1.0, 1.04),
+        Pair(1100, 0.3, 1.0, 1.0, 0, 1.0, 1.02),
+        Pair(2050, 0.6, 1.0, 0.9, 2048, 1.0, 1.3),
+    ]
+    lines = list(report(fast, slow, 0.028))
     assert any(line.startswith("met     4.00 times") for line in lines)
     assert any("NOT met at most 1.20" in line for line in lines)
+    assert any("choosing what to compute is planned to take 2.8 %" in line for line in lines)
+    assert any("where nothing was reused, at most 1.04 of its CPU time" in line for line in lines)

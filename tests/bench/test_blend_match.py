@@ -10,7 +10,7 @@ TITLES = ["workload", "nothing known", "every window of another source", "everyt
 
 
 def row(prompt: str, median_ms: float) -> Row:
-    return Row(prompt, 1, median_ms, median_ms, median_ms, 10.0)
+    return Row(prompt, 1, median_ms, median_ms, median_ms, 2 * median_ms, 10.0)
 
 
 def test_documents_are_found_in_another_order_without_being_stored_twice() -> None:
@@ -57,5 +57,7 @@ def test_figures_are_printed_and_written(
     printed = capsys.readouterr().out
     assert all(title in printed for title in TITLES)
     assert "coverage 1.000, stored / unique tokens 1.10" in printed
+    assert "of a list" in printed
+    assert "1.000" in printed
     assert "missed" not in printed
     assert json.loads(out.read_text("utf-8")) == json.loads(to_json(*found))

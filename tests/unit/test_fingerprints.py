@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstrata.blend.fingerprints import PIECE_WINDOWS, Fingerprints, Tokens
+from kvstrata.blend.fingerprints import PIECE_WINDOWS, Fingerprints, Tokens, tokens_of
 
 SECRET = bytes(range(24))
 
@@ -20,6 +20,16 @@ def by_hand(window: Tokens, seed: np.uint32) -> int:
     terms = ((token ^ int(seed)) * base**power for power, token in enumerate(numbers))
     value: int = factor * sum(terms) % (1 << 64)
     return value
+
+
+def test_lists_of_ids_become_arrays_of_the_same_tokens() -> None:
+    found = tokens_of([0, 7, (1 << 32) - 1])
+    assert found.dtype == np.uint32
+    assert found.tolist() == [0, 7, 4294967295]
+    assert tokens_of([]).tolist() == []
+    for wrong in (-1, 1 << 32):
+        with pytest.raises(OverflowError):
+            tokens_of([7, wrong])
 
 
 @pytest.mark.parametrize("width", [1, 5, 64])

@@ -89,11 +89,11 @@ def test_every_setting_that_the_page_names_is_known() -> None:
     read, _, _ = PAGE.partition("## From LMCache")  # whose settings are not
     tables = "".join(line for line in read.splitlines(keepends=True) if line.startswith("|"))
     names = set(re.findall(r"`([a-z][a-z_]*_[a-z_]+)[`:]", tables))
-    ours = {"max_blocks_per_file", "tokens_per_block", "huge_pages", "load_mode"}
+    ours = {"blend_rule", "max_blocks_per_file", "tokens_per_block", "huge_pages", "load_mode"}
     theirs = (
-        {*spellings_of_ucm.NAMES, *spellings_of_ucm._TIERS, *spellings_of_ucm._IDLE_OF_STORES}
+        {*spellings_of_ucm.NAMES, *spellings_of_ucm._BLENDING}
         | {*spellings_of_flexkv._TIERS, *spellings_of_flexkv.REFUSED, *spellings_of_flexkv.IDLE}
-        | {"ucm_connector_module_path"}
+        | {"ucm_connector_config", "ucm_connector_module_path"}
     )
     assert len(names) > 25
     assert names - theirs - ours == set()
@@ -141,6 +141,126 @@ def test_stores_of_ucm(store: dict[str, Any], name: str, tiers: str) -> None:
     ],
 )  # fmt: skip
 def test_what_ucm_has_and_kvstrata_has_not_is_refused(
+    overrides: dict[str, Any], parts: list[str]
+) -> None:
+    fault = fault_of(overrides)
+    assert [part for part in parts if part not in fault] == []
+    assert "hint:" in fault or "remedy:" in fault
+
+
+BLEND_YAML = """
+kv_connector: "BlendConnector"
+kv_connector_module_path: "ucm.integration.vllm.blend_connector"
+kv_connector_extra_config:
+  # 存储配置
+  store_pipeline: "Cache|Posix"
+  storage_backends: "/data/ucm_cache"
+  # Blend 配置
+  blend_chunk_size: 64
+  min_match_ratio: 0.8
+  position_correction: true
+  recompute_boundary: 2
+  # RoPE 配置
+  rope_theta: 10000.0
+  head_dim: 128
+"""
+BLEND_IN_A_PROGRAM: dict[str, Any] = {
+    "store_pipeline": "Cache|Posix",
+    "storage_backends": "/data/ucm_cache",
+    "blend_chunk_size": 64,
+    "min_match_ratio": 0.8,
+}
+OF_BLEND_YAML: dict[str, Any] = yaml.safe_load(BLEND_YAML)["kv_connector_extra_config"]
+BLENDING = {
+    "blend_chunk_size": 64,
+    "min_match_ratio": 0.8,
+    "position_correction": True,
+    "recompute_boundary": 2,
+    "rope_theta": 10000.0,
+    "head_dim": 128,
+}
+
+
+def test_the_configuration_in_ucms_document_of_the_blend_connector_is_read(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    config = load_config(OF_BLEND_YAML, environ={})
+    assert pipeline_string(config.tiers) == "host:auto | disk:/data/ucm_cache:100GiB"
+    assert {name: getattr(config, name) for name in BLENDING} == BLENDING
+    assert log.messages == [
+        "UCM's posix_capacity_gb is not set: 100 GiB of disk are taken at most",
+        (
+            "UCM's store_pipeline, storage_backends in kv_connector_extra_config is read as tiers: "
+            "host:auto | disk:/data/ucm_cache:100GiB"
+        ),
+    ]
+
+
+def test_the_configuration_in_ucms_program_with_the_blend_connector_is_read() -> None:
+    config = load_config(BLEND_IN_A_PROGRAM, environ={})
+    assert pipeline_string(config.tiers) == "host:auto | disk:/data/ucm_cache:100GiB"
+    assert (config.blend_chunk_size, config.min_match_ratio) == (64, 0.8)
+
+
+def test_a_store_of_the_blend_connector_may_say_its_capacities() -> None:
+    capacities = {"cache_buffer_capacity_gb": 8, "posix_capacity_gb": 200, "io_direct": True}
+    said = tiers_of(OF_BLEND_YAML | capacities)
+    assert said == "host:8GiB | disk:/data/ucm_cache:200GiB"
+
+
+@pytest.mark.parametrize("place", ["list", "file"])
+def test_settings_of_blending_beside_those_of_a_store_are_read(
+    place: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text(yaml.safe_dump(OF_BLEND_YAML))
+    overrides = {
+        "list": ucm(OF_BLEND_YAML | {"posix_capacity_gb": 100}),
+        "file": {"UCM_CONFIG_FILE": str(file)},
+    }[place]
+    config = load_config(overrides, environ={})
+    assert pipeline_string(config.tiers) == "host:auto | disk:/data/ucm_cache:100GiB"
+    assert {name: getattr(config, name) for name in BLENDING} == BLENDING
+    where = {"list": "kv_connector_extra_config", "file": f"the file {file}"}[place]
+    assert f"UCM's head_dim in {where} is read as head_dim: 128" in log.messages
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            OF_BLEND_YAML | ucm(CACHE_POSIX),
+            ["store_pipeline is 'Cache|Posix'", "take store_pipeline away, or ucm_connectors"],
+        ),
+        (
+            OF_BLEND_YAML | {"tiers": "host:1GiB"},
+            ["tiers is set in words of UCM (from store_pipeline, storage_backends in", "take one"],
+        ),
+        (
+            OF_BLEND_YAML | {"store_pipeline": "Cache|Ds3fs"},
+            ["with the pipeline 'Cache|Ds3fs'", "give `tiers` instead"],
+        ),
+        (
+            {"storage_backends": "/data/ucm_cache", "blend_chunk_size": 64},
+            ["store_pipeline is not set", "'/data/ucm_cache'", "Cache|Posix"],
+        ),
+        (OF_BLEND_YAML | {"posix_capacity_gb": 0}, ["no bound", "posix_capacity_gb"]),
+        (
+            OF_BLEND_YAML | {"position_correction": False},
+            ["position_correction", "False", "take position_correction away"],
+        ),
+        (
+            ucm(CACHE_POSIX | {"blend_chunk_size": 32}) | {"blend_chunk_size": 64},
+            ["blend_chunk_size is set in words of UCM", "once more", "take one of them away"],
+        ),
+        (
+            ucm(CACHE_POSIX | {"min_match_ratio": 80}),
+            ["min_match_ratio", "got 80", "min_match_ratio in kv_connector_extra_config"],
+        ),
+        (OF_BLEND_YAML | {"storage_backend": "/a"}, ["unknown setting 'storage_backend'"]),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_beside_ucms_blending_is_refused(
     overrides: dict[str, Any], parts: list[str]
 ) -> None:
     fault = fault_of(overrides)

@@ -42,8 +42,24 @@ def test_who_does_not_ask_is_not_blended_unless_all_are() -> None:
     assert wish_of(request(blend={}), asked) == (0.15, None)
 
 
+@pytest.mark.parametrize(("name", "ratio"), [("fast", 0.05), ("balanced", 0.15), ("safe", 0.3)])
+def test_a_request_may_name_its_share_as_the_setting_does(name: str, ratio: float) -> None:
+    assert load_config({"recompute_ratio": name}, environ={}).recompute_ratio == ratio
+    assert wish_of(request(blend={"ratio": name}), load_config({}, environ={})) == (ratio, None)
+
+
 @pytest.mark.parametrize(
-    "said", [{"ratio": 2}, {"ratio": "0.1"}, {"ratio": True}, {"share": 0.1}, "yes", 1, [0.1]]
+    "said",
+    [
+        {"ratio": 2},
+        {"ratio": "0.1"},
+        {"ratio": ["fast"]},
+        {"ratio": True},
+        {"share": 0.1},
+        "yes",
+        1,
+        [0.1],
+    ],
 )
 def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert wish_of(request("mine", blend=said), load_config({})).refused == "not_understood"

@@ -151,6 +151,10 @@ class Reader:
 
         return self._take(name, read) or []
 
+    def value(self, name: str) -> object:
+        """As it was given, for a setting of ours that reads it by itself."""
+        return self._take(name, lambda value: value)
+
     def mapping(self, name: str) -> Mapping[str, object] | None:
         return self._take(name, _mapping)
 

@@ -1,10 +1,15 @@
-"""UCM's settings: in ``kv_connector_extra_config``, or in the file of its key UCM_CONFIG_FILE."""
+"""UCM's settings: in ``kv_connector_extra_config``, or in the file of its key UCM_CONFIG_FILE.
+
+Its connectors take a list with one store. Its document of ``BlendConnector`` has the settings of a
+pipeline in no list, beside those of blending.
+"""
 
 from collections.abc import Mapping
 from typing import Final
 
-from kvstrata.core.settings_file import read_settings
+from kvstrata.core.settings_file import read_settings, show
 from kvstrata.core.spellings import (
+    GIB,
     Reader,
     Refusal,
     Said,
@@ -25,9 +30,6 @@ _REFUSED: Final[Mapping[str, Refusal]] = {
         "attention is computed in full: take it away, or write an attention_hook", ({},)
     ),
 }
-NAMES: Final = (FILE_KEY, _LIST, *sorted(_IDLE), *_REFUSED)
-"""What UCM reads in ``kv_connector_extra_config``."""
-
 _IDLE_WORDS: Final = """
     buffer_number buffer_size cache_stream_number cpu_affinity_cores data_dir_shard_bytes
     io_direct posix_commit_concurrency posix_data_trans_concurrency posix_gc_check_interval_sec
@@ -48,6 +50,20 @@ _TIERS: Final = (
     *("posix_capacity_gb", "storage_capacity"),
 )
 
+NAMES: Final = (FILE_KEY, _LIST, *_TIERS, *sorted(_IDLE | _IDLE_OF_STORES), *_REFUSED)
+"""What UCM reads in ``kv_connector_extra_config``, less the settings that have our names."""
+
+_BLENDING: Final = (
+    *("blend_chunk_size", "min_match_ratio", "position_correction", "recompute_boundary"),
+    *("rope_theta", "head_dim"),
+)
+"""Of blending: ours have the same names."""
+
+_IN_NO_LIST: Final = (*_TIERS, *_BLENDING, *sorted(_IDLE_OF_STORES))
+
+_UNSAID_BYTES: Final = 100 * GIB
+"""The document of ``BlendConnector`` has no word for it."""
+
 _REMEDY: Final = "give `tiers` instead, for example host:8GiB | disk:/var/cache/kv:200GiB"
 
 
@@ -65,14 +81,18 @@ def translate(overrides: Mapping[str, object]) -> Translation | None:
     if FILE_KEY in overrides:
         named = overrides[FILE_KEY]
         sources.append(_said(read_settings(named, FILE_KEY), f"the file {named}"))
-    reader = Reader(agreed("UCM", sources, result.faults), result)
-    for listed in reader.given(_LIST):
+    together = agreed("UCM", sources, result.faults)
+    alone = {name: together.pop(name) for name in _IN_NO_LIST if name in together}
+    reader = Reader(together, result)
+    lists = reader.given(_LIST)
+    for listed in lists:
         stores = reader.entries(_LIST)
         if len(stores) == 1:
-            _store(Reader(_said(stores[0], listed.place), result), listed.place, result)
+            _entry(Reader(_said(stores[0], listed.place), result), listed.place, result)
         elif not result.faults:
             message = f"{_LIST} has {len(stores)} entries, where UCM wants one"
             reader.fault(f"{message} (from {listed.place})", _REMEDY)
+    _in_no_list(Reader(alone, result), lists, result)
     reader.close(idle=_IDLE, refused=_REFUSED)
     return result
 
@@ -81,13 +101,40 @@ def _said(found: Mapping[str, object], place: str) -> dict[str, Said]:
     return {name: Said(value, name, place) for name, value in found.items()}
 
 
-def _store(reader: Reader, place: str, result: Translation) -> None:
+def _entry(reader: Reader, place: str, result: Translation) -> None:
     """The one entry of the list: a name, and the configuration of the store so named."""
-    named = reader.given("ucm_connector_name", "ucm_connector_config")
     name = reader.text("ucm_connector_name")
-    store = Reader(_said(reader.mapping("ucm_connector_config") or {}, place), result)
+    config = reader.mapping("ucm_connector_config") or {}
     reader.close(idle=(), refused={"ucm_connector_module_path": Refusal(_REMEDY)})
-    said = store.given(*_TIERS) or named
+    _store(name, place, Reader(_said(config, place), result), result)
+
+
+def _in_no_list(store: Reader, lists: list[Said], result: Translation) -> None:
+    """The settings of one pipeline, and of blending, that stand by themselves."""
+    tiers = store.given(*_TIERS)
+    if not tiers:
+        _blending(store, result)
+        store.close(idle=_IDLE_OF_STORES, refused={})
+        return
+    first = tiers[0]
+    said = f"{first.name} is {show(first.value)} (from {first.source})"
+    if lists:
+        message = f"{said}, and stores are listed as well (from {lists[0].source})"
+        store.fault(message, f"take {first.name} away, or {_LIST}")
+    elif "store_pipeline" not in store:
+        store.fault(f"{said}, and store_pipeline is not set", 'set store_pipeline: "Cache|Posix"')
+    else:
+        _store("UcmPipelineStore", first.place, store, result, unsaid_bytes=_UNSAID_BYTES)
+
+
+def _store(
+    name: str | None, place: str, store: Reader, result: Translation, *, unsaid_bytes: int = 0
+) -> None:
+    """The configuration of the store *name*, and of blending beside it.
+
+    Without a capacity its disk tier has *unsaid_bytes*; 0: it has to be said.
+    """
+    said = store.given(*_TIERS)
     pipeline = store.text("store_pipeline")
     if name == "UcmPipelineStore":
         files = _PIPELINES.get((pipeline or "").replace(" ", "").lower())
@@ -101,17 +148,23 @@ def _store(reader: Reader, place: str, result: Translation) -> None:
         "kind": "host",
         "capacity": store.gib("cache_buffer_capacity_gb") or "auto",
     }
-    tiers = [host, _disk_tier(store)] if files else [host]
+    tiers = [host, _disk_tier(store, result, unsaid_bytes)] if files else [host]
+    _blending(store, result)
     store.close(idle=_IDLE_OF_STORES, refused={})
     result.give("tiers", tiers, said, shown_tiers(tiers))
 
 
-def _disk_tier(store: Reader) -> dict[str, object]:
+def _disk_tier(store: Reader, result: Translation, unsaid_bytes: int) -> dict[str, object]:
     if "storage_backends" not in store:
         store.fault(
             "storage_backends is not set", "say where the files are to be: an absolute path"
         )
+    said = store.given("posix_capacity_gb", "storage_capacity")
     capacity = store.gib("posix_capacity_gb") or store.whole("storage_capacity")
+    if not said and unsaid_bytes:
+        capacity = unsaid_bytes
+        shown = f"{unsaid_bytes // GIB} GiB of disk are taken at most"
+        result.notes.append(f"UCM's posix_capacity_gb is not set: {shown}")
     if not capacity:
         store.fault(
             "storage has no bound, it would fill the disk",
@@ -119,3 +172,11 @@ def _disk_tier(store: Reader) -> dict[str, object]:
         )
     paths = store.paths("storage_backends", ":")
     return {"kind": "disk", "paths": paths, "capacity": capacity or 0}
+
+
+def _blending(reader: Reader, result: Translation) -> None:
+    for name in _BLENDING:
+        said = reader.given(name)
+        value = reader.value(name)
+        if value is not None:
+            result.give(name, value, said, show(value))

@@ -1,10 +1,9 @@
 """What the requests of an engine have left in the cache that later ones can reuse anywhere."""
 
-import numpy as np
 from blake3 import blake3
 from vllm.v1.request import Request
 
-from kvstrata.blend.fingerprints import Fingerprints
+from kvstrata.blend.fingerprints import Fingerprints, tokens_of
 from kvstrata.blend.runs import Runs
 from kvstrata.blend.source_index import BLENDED_GENERATION, EXACT_GENERATION, SourceIndex
 from kvstrata.core.config import Config
@@ -34,7 +33,8 @@ class Learning:
 
     def runs(self, request: Request, namespace: NamespaceId, first_token: int) -> Runs:
         """Of *request*, from *first_token* up to its last token but one, what is known."""
-        tokens = np.array(request.prompt_token_ids, np.uint32)
+        assert request.prompt_token_ids is not None  # such requests are not blended
+        tokens = tokens_of(request.prompt_token_ids)
         return self._index.match(_domain(request, namespace), tokens, first_token, len(tokens) - 1)
 
     def saved(
@@ -52,7 +52,7 @@ class Learning:
             if can_be_reused(request):
                 self._index.add(
                     _domain(request, namespace),
-                    np.array(request.all_token_ids[first * tokens : end * tokens], np.uint32),
+                    tokens_of(request.all_token_ids[first * tokens : end * tokens]),
                     first * tokens,
                     self._math.keys(request, first, end),
                     generation,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from vllm.v1.request import Request
 
+from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
 from kvstrata.core.config import Config
 
 __all__ = ["Wish", "can_be_reused", "wish_of"]
@@ -32,7 +33,7 @@ def can_be_reused(request: Request) -> bool:
 def wish_of(request: Request, config: Config) -> Wish:
     """What *request* says in ``kv_transfer_params["blend"]``, or else the configuration.
 
-    ``true`` or ``{"ratio": 0.3}`` ask for it and ``false`` forbids it. What is not understood is
+    ``true``, ``{"ratio": 0.3}`` or ``{"ratio": "safe"}`` ask for it and ``false`` forbids it. What is not understood is
     logged, and the request is computed.
     """
     said = (request.kv_transfer_params or {}).get("blend")
@@ -45,6 +46,8 @@ def wish_of(request: Request, config: Config) -> Wish:
     if said is True:
         return Wish(config.recompute_ratio)
     ratio = said.get("ratio", config.recompute_ratio) if isinstance(said, dict) else None
+    if isinstance(ratio, str):
+        ratio = RECOMPUTE_RATIOS.get(ratio)
     if (
         not isinstance(said, dict)
         or said.keys() - {"ratio"}
@@ -54,9 +57,10 @@ def wish_of(request: Request, config: Config) -> Wish:
     ):
         _log.warning(
             "request %s is not blended: kv_transfer_params.blend is %.200r; give true, false or "
-            '{"ratio": a number from 0 to 1}',
+            '{"ratio": a number from 0 to 1, or one of %s}',
             request.request_id,
             said,
+            ", ".join(RECOMPUTE_RATIOS),
         )
         return Wish(config.recompute_ratio, "not_understood")
     return Wish(float(ratio))
