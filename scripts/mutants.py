@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = "src/kvstrata/integration/vllm"
@@ -38,6 +40,12 @@ class Mutant:
     new: str
 
 
+@dataclass(frozen=True)
+class Fate:
+    kind: Literal["killed", "timed out", "SURVIVED"]
+    how: str = ""
+
+
 MUTANTS = (
     Mutant(
         "frontier: one token too many at the end",
@@ -48,13 +56,19 @@ MUTANTS = (
     Mutant(
         "frontier: placeholders count as tokens",
         "scheduler.py",
-        "computed = min(request.num_computed_tokens + tokens, request.num_tokens)",
-        "computed = request.num_computed_tokens + tokens",
+        "computed = min(computed, request.num_tokens)",
+        "pass",
+    ),
+    Mutant(
+        "frontier: what vLLM tells of placeholders is not heard",
+        "scheduler.py",
+        " - placeholders(output, request_id)",
+        "",
     ),
     Mutant(
         "frontier: drafts count as confirmed",
         "scheduler.py",
-        "computed = min(request.num_computed_tokens + tokens, request.num_tokens)",
+        "computed = min(computed, request.num_tokens)",
         "computed = request.num_tokens_with_spec",
     ),
     Mutant(
@@ -204,8 +218,8 @@ MUTANTS = (
 )
 
 
-def run(tree: Path, mutant: Mutant) -> str | None:
-    """The test that fails with *mutant*; None if it survives."""
+def run(tree: Path, mutant: Mutant) -> Fate:
+    """What becomes of *mutant*, and the test that kills it."""
     file = tree / ADAPTER / mutant.file
     source = file.read_text()
     if source.count(mutant.old) != 1:
@@ -217,7 +231,7 @@ def run(tree: Path, mutant: Mutant) -> str | None:
         file.write_text(source)
 
 
-def first_failure(tree: Path) -> str | None:
+def first_failure(tree: Path) -> Fate:
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:randomly", "-p", "no:logging"]
     path = f"{tree / 'src'}:{tree}"
     environment = os.environ | {"PYTHONPATH": path, "HYPOTHESIS_PROFILE": "find"}
@@ -232,18 +246,18 @@ def first_failure(tree: Path) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"(none ended within {TIMEOUT_SECONDS} s)"
+        return Fate("timed out", f"after {TIMEOUT_SECONDS} s")
     if done.returncode == 0:
-        return None
+        return Fate("SURVIVED")
     found = re.search(r"^(?:FAILED|ERROR) \S*/(\S+)", done.stdout, re.MULTILINE)
     if found is None:
         sys.exit(f"the tests do not run:\n{done.stdout}{done.stderr}")
-    return found[1]
+    return Fate("killed", f"by {found[1]}")
 
 
 def main() -> None:
     words = " ".join(sys.argv[1:])
-    survivors = 0
+    fates = Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
@@ -251,11 +265,11 @@ def main() -> None:
         for mutant in MUTANTS:
             if words not in mutant.name:
                 continue
-            killer = run(tree, mutant)
-            survivors += killer is None
-            fate = f"killed by {killer}" if killer else "SURVIVED"
-            print(f"{mutant.name:56}  {fate}", flush=True)
-    sys.exit(1 if survivors else 0)
+            fate = run(tree, mutant)
+            fates[fate.kind] += 1
+            print(f"{mutant.name:56}  {fate.kind} {fate.how}".rstrip(), flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(fates.items())))
+    sys.exit(1 if fates["SURVIVED"] else 0)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ LANGUAGES_NOT_READ: Final = {
     "text": "grammar, and formats of other programs",
     "python": "run by test_docs.py",
     "console": "taken apart into commands",
+    "diff": "of UCM's settings, read by tests/vllm/test_other_words.py",
 }
 PROGRAMS_NOT_RUN: Final = {
     "chmod": "belongs to the line that it follows",

@@ -87,15 +87,16 @@ class Bench:
             chain = digests(tokens, engine.runner.contexts[name])
             assert (i + 1) * TOKENS <= len(chain)
             expected = []
-            before = 0
-            for group in engine.runner.groups:
-                expected += [
-                    row(chain[i * TOKENS + start + position], before + layer)
-                    for start in range(0, TOKENS, group.block_size)
-                    for layer in range(len(group.layers))
-                    for position in range(group.block_size)
-                ]
-                before += len(group.layers)
+            for rank in range(len(engine.runner.ranks)):
+                before = 0
+                for group in engine.runner.groups:
+                    expected += [
+                        row(chain[i * TOKENS + start + position], before + layer, rank)
+                        for start in range(0, TOKENS, group.block_size)
+                        for layer in range(len(group.layers))
+                        for position in range(group.block_size)
+                    ]
+                    before += len(group.layers)
             found = np.frombuffer(self.manager.view(slot), dtype=np.uint8)
             assert np.array_equal(found, np.concatenate(expected)), f"block {i} is wrong"
             checked += 1
@@ -112,10 +113,15 @@ class Bench:
 
 @contextlib.contextmanager
 def serve(
-    folder: Path, slots: int, *, shared: Path | None = None, block_format: str = "exact"
+    folder: Path,
+    slots: int,
+    *,
+    shared: Path | None = None,
+    ranks: int = 1,
+    block_format: str = "exact",
 ) -> Iterator[Bench]:
     """A server with room for *slots* blocks, whatever its engines hold at its end."""
-    slot = TOKENS * LAYERS * SLOT_BYTES
+    slot = TOKENS * LAYERS * SLOT_BYTES * ranks
     tiers = f"host:{slots * slot}" + (f" | shared:{shared}:64MiB" if shared else "")
     config = Config.model_validate(
         {"tiers": tiers, "prefault": False, "block_format": block_format}

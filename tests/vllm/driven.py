@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd, lcm
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.vllm.fake_runner import (
     TOKENS,
     Context,
     FakeRunner,
+    Rank,
     continuation,
 )
 from tests.vllm.plans import full, group, plan, tensors
@@ -23,6 +25,7 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
@@ -31,7 +34,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -44,7 +47,6 @@ from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
 from kvstrata.manager.manager import KVManager
 from kvstrata.server.attach import Attachment
-from kvstrata.storage.mapping import HostMapping
 
 
 def context_of(kind: Mapping[str, Any]) -> Context:
@@ -71,6 +73,17 @@ class Frontier:
     known_tokens: int
 
 
+def _rank(region: Region, config: VllmConfig, planned: KVCacheConfig, *, layerwise: bool) -> Rank:
+    """A worker whose share of every block is *region*, with tensors of its own."""
+    settings = WorkerSettings(
+        region, TOKENS, load_timeout_seconds=PATIENCE_SECONDS, layerwise=layerwise
+    )
+    half, caches = WorkerHalf(settings, config, planned), tensors(planned)
+    half.register_kv_caches(caches)
+    pages = pages_from_tensors(caches, half.geometry, planned)
+    return Rank(half, [[page.numpy() for page in each] for each in pages])
+
+
 class Engine:
     def __init__(  # noqa: PLR0913  # all that engines of these tests differ in
         self,
@@ -80,6 +93,7 @@ class Engine:
         asynchronous: bool = False,
         drafts: int = 0,
         num_blocks: int = 200,
+        ranks: int = 1,
         policy: str = "recompute",
         groups: Sequence[KVCacheGroupSpec] = (),
         **extra: Any,
@@ -100,7 +114,7 @@ class Engine:
             "prefault": False,
         } | extra
         init_none_hash(sha256)
-        config = self._vllm_config(folder, settings, policy)
+        config = self._vllm_config(folder, settings, policy, ranks)
         config.scheduler_config.async_scheduling = asynchronous  # which vLLM forbids on a CPU
         groups = groups or [group(full(block_size=DEVICE_TOKENS), layers=LAYERS)]
         sizes = {each.kv_cache_spec.block_size for each in groups}
@@ -110,37 +124,27 @@ class Engine:
         block_size = lcm(*sizes)
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.block_size = block_size
-        caches = tensors(planned)
-        worker = WorkerHalf(
-            WorkerSettings(
-                Region(0, 1),
-                TOKENS,
-                load_timeout_seconds=PATIENCE_SECONDS,
-                layerwise=extra.get("load_mode") == "layerwise",
-            ),
-            config,
-            planned,
-        )
-        worker.register_kv_caches(caches)
-        pages = [
-            [page.numpy() for page in each]
-            for each in pages_from_tensors(caches, worker.geometry, planned)
-        ]
-        self.runner = FakeRunner(worker, pages, seed=7)
-        self.runner.soil()
         identity = EngineIdentity.of(load_config(settings), config, planned)
         self.block_bytes = identity.block_bytes
-
-        def mapped(mapping: HostMapping | None) -> None:
-            worker.mapping = mapping
-
-        self.attachment = Attachment(
-            identity.socket,
-            identity.hello("worker", rank=0),
-            mapped,
-            patience_seconds=60.0,
-            prefault=False,
+        layerwise = extra.get("load_mode") == "layerwise"
+        self.runner = FakeRunner(
+            [
+                _rank(identity.regions.of(0, rank), config, planned, layerwise=layerwise)
+                for rank in range(ranks)
+            ],
+            seed=7,
         )
+        self.runner.soil()
+        self.attachments = [
+            Attachment(
+                identity.socket,
+                identity.hello("worker", rank=number),
+                partial(setattr, rank.half, "mapping"),
+                patience_seconds=60.0,
+                prefault=False,
+            )
+            for number, rank in enumerate(self.runner.ranks)
+        ]
         kind = AsyncScheduler if asynchronous else Scheduler
         self.scheduler = kind(
             vllm_config=config,
@@ -163,7 +167,7 @@ class Engine:
         self.frontiers: list[Frontier] = []
 
     @staticmethod
-    def _vllm_config(folder: Path, settings: dict[str, Any], policy: str) -> VllmConfig:
+    def _vllm_config(folder: Path, settings: dict[str, Any], policy: str, ranks: int) -> VllmConfig:
         return VllmConfig(
             model_config=ModelConfig(
                 model=str(folder), skip_tokenizer_init=True, max_model_len=512
@@ -177,6 +181,9 @@ class Engine:
             ),
             cache_config=CacheConfig(block_size=32, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else None
+            ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVStrataConnector",
                 kv_connector_module_path="kvstrata.integration.vllm.connector",
@@ -192,7 +199,8 @@ class Engine:
         def counted() -> bool:
             self.half._link.tick()
             return self.half._link.ready and any(
-                each["workers"] == [0] for each in manager.stats().engines
+                each["workers"] == list(range(len(self.runner.ranks)))
+                for each in manager.stats().engines
             )
 
         eventually(counted, "scheduler and worker do not come")
@@ -268,7 +276,7 @@ class Engine:
 
     def leftovers(self) -> dict[str, Any]:
         """What our halves remember of requests and copies: nothing, once all have ended."""
-        half, worker = self.half, self.runner.half
+        half, workers = self.half, [rank.half for rank in self.runner.ranks]
         loads, saves = half._loads, half._saves
         tables = {
             "requests": half._requests,
@@ -282,8 +290,8 @@ class Engine:
             "saves": saves._running,
             "held blocks": saves._held.count,
             "writes": half._link._redial._writing,
-            "copies": worker._tasks_of,
-            "loads of the worker": worker._loads,
+            "copies": [task for each in workers for task in each._tasks_of],
+            "loads of workers": [load for each in workers for load in each._loads],
             "references": [b for b in self.pool.blocks if b.ref_cnt and not b.is_null],
         }
         return {name: table for name, table in tables.items() if table}
@@ -316,6 +324,8 @@ class Engine:
     def close(self) -> None:
         while self.in_flight:
             self.finish_step()
-        self.runner.half.shutdown()
-        self.attachment.close()
+        for rank in self.runner.ranks:
+            rank.half.shutdown()
+        for attachment in self.attachments:
+            attachment.close()
         self.connector.shutdown()

@@ -8,9 +8,10 @@ computed, saved from a rejected draft, or given to two requests, is found in the
 import hashlib
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -54,8 +55,9 @@ def _digest(last: bytes, token: int, other: bytes) -> bytes:
     return hashlib.blake2b(last + token.to_bytes(8, "little", signed=True) + other).digest()
 
 
-def row(digest: bytes, layer: int) -> Bytes:
-    return np.frombuffer(digest * (SLOT_BYTES // 64), dtype=np.uint8) ^ np.uint8(layer)
+def row(digest: bytes, layer: int, rank: int = 0) -> Bytes:
+    named = np.uint8(layer + 64 * rank)
+    return np.frombuffer(digest * (SLOT_BYTES // 64), dtype=np.uint8) ^ named
 
 
 @dataclass
@@ -78,17 +80,35 @@ class Forward:
     wrong: list[str] = field(default_factory=list)  # of what it has read
 
 
-class FakeRunner:
-    """Executes steps in order, as a model runner with our worker half would (vLLM
-    ``KVConnectorModelRunnerMixin``).
+class Where(NamedTuple):
+    """A page: the layer's number among all, and who holds this share of it."""
 
-    *pages* of each group and layer. A group reads what its layers can reach, and nothing else.
+    group: int
+    layer: int
+    rank: int
+
+
+@dataclass
+class Rank:
+    """A worker: our half of it, and its pages of each group and layer."""
+
+    half: WorkerHalf
+    pages: list[list[Bytes]]
+
+
+class FakeRunner:
+    """Executes steps in order, as an executor would whose model runners have our worker half (vLLM
+    ``KVConnectorModelRunnerMixin``, ``KVOutputAggregator``).
+
+    Every rank computes its share of each layer. A group reads what its layers can reach, and
+    nothing else.
     """
 
-    def __init__(self, half: WorkerHalf, pages: list[list[Bytes]], seed: int) -> None:
-        self.half = half
-        self.groups = half.geometry.groups
-        self.pages = pages
+    def __init__(self, ranks: list[Rank], seed: int) -> None:
+        self.ranks = ranks
+        self.half = ranks[0].half
+        self.groups = self.half.geometry.groups
+        self._aggregator = KVOutputAggregator(len(ranks))
         self.rng = random.Random(seed)
         self.running: dict[str, Running] = {}
         self.loaded_tokens: dict[str, int] = {}
@@ -121,32 +141,45 @@ class FakeRunner:
         for load in plan.loads:
             self.loaded_tokens[load.request_id] = self.most_loaded(load)
         if output.has_sync_kv_loads:
-            self.half.start_load(plan)
+            self.start_loads(plan)
         forwards = [
             self.forward(self.running[request_id], count, output, request_id)
             for request_id, count in output.num_scheduled_tokens.items()
         ]
         self.run_layers(forwards, plan)
         if not output.has_sync_kv_loads:
-            self.half.start_load(plan)
-        self.half.start_save(plan)
-        received, failed = self.half.collect()
-        invalid = self.half.take_invalid_blocks()
+            self.start_loads(plan)
+        ended = [self.end_step(rank.half, plan) for rank in self.ranks]
+        invalid = set[int]().union(*(each.invalid_block_ids for each in ended))
         sampled = [self.sample(each, invalid) for each in forwards]
         ids = list(output.num_scheduled_tokens)
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=None,
-            kv_connector_output=KVConnectorOutput(
-                finished_recving=received,
-                failed_recving=failed,
-                invalid_block_ids=invalid,
-                kv_connector_worker_meta=self.half.report(),
-            ),
+        results: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=None,
+                kv_connector_output=each,
+            )
+            for each in ended
+        ]
+        result: ModelRunnerOutput = self._aggregator.aggregate(results)
+        return result
+
+    def start_loads(self, plan: StepPlan) -> None:
+        for rank in self.ranks:
+            rank.half.start_load(plan)
+
+    def end_step(self, half: WorkerHalf, plan: StepPlan) -> KVConnectorOutput:
+        half.start_save(plan)
+        received, failed = half.collect()
+        return KVConnectorOutput(
+            finished_recving=received,
+            failed_recving=failed,
+            invalid_block_ids=half.take_invalid_blocks(),
+            kv_connector_worker_meta=half.report(),
         )
 
     def forward(
@@ -169,30 +202,33 @@ class FakeRunner:
         """Layer by layer; what is computed is written before the connector is asked to wait."""
         number = 0
         for group, geometry in enumerate(self.groups):
-            for layer, page in zip(geometry.layers, self.pages[group], strict=True):
-                for forward in forwards:
-                    self.write(forward, group, page, number)
-                self.half.wait_for_layer(layer)
-                for forward in forwards:
-                    self.read(forward, group, page, number)
-                self.half.save_layer(plan, layer)
+            for index, layer in enumerate(geometry.layers):
+                for number_of_rank, rank in enumerate(self.ranks):
+                    page = rank.pages[group][index]
+                    where = Where(group, number, number_of_rank)
+                    for forward in forwards:
+                        self.write(forward, page, where)
+                    rank.half.wait_for_layer(layer)
+                    for forward in forwards:
+                        self.read(forward, page, where)
+                    rank.half.save_layer(plan, layer)
                 number += 1
 
-    def read(self, forward: "Forward", group: int, page: Bytes, layer: int) -> None:
-        needed = self.groups[group].reach.first_needed(forward.start)
+    def read(self, forward: "Forward", page: Bytes, where: Where) -> None:
+        needed = self.groups[where.group].reach.first_needed(forward.start)
         for position in range(needed, forward.start):
-            at = self.cell(forward, group, page, position)
-            if not np.array_equal(at, row(forward.chain[position], layer)):
+            at = self.cell(forward, where.group, page, position)
+            if not np.array_equal(at, row(forward.chain[position], where.layer, where.rank)):
                 forward.wrong.append(
-                    f"position {position} of {forward.start}, group {group}, layer {layer} "
-                    "holds other bytes"
+                    f"position {position} of {forward.start}, {where} holds other bytes"
                 )
 
-    def write(self, forward: "Forward", group: int, page: Bytes, layer: int) -> None:
+    def write(self, forward: "Forward", page: Bytes, where: Where) -> None:
         """What stands on wrong pages is wrong itself."""
         for position in range(forward.start, len(forward.chain)):
-            at = self.cell(forward, group, page, position)
-            at[:] = 0xDD if forward.wrong else row(forward.chain[position], layer)
+            at = self.cell(forward, where.group, page, position)
+            right = row(forward.chain[position], where.layer, where.rank)
+            at[:] = 0xDD if forward.wrong else right
 
     def cell(self, forward: "Forward", group: int, page: Bytes, position: int) -> Bytes:
         """The bytes of *position* in a layer of *group*."""
@@ -220,7 +256,7 @@ class FakeRunner:
     def fill(self, blocks: list[int], tokens: list[int]) -> None:
         """Write what the KV of *tokens* is into *blocks* of the first group, as a load would."""
         chain, size = digests(tokens), self.groups[0].block_size
-        for layer, page in enumerate(self.pages[0]):
+        for layer, page in enumerate(self.ranks[0].pages[0]):
             for position in range(len(tokens)):
                 block, slot = divmod(position, size)
                 at = page[blocks[block], slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
@@ -228,9 +264,10 @@ class FakeRunner:
 
     def soil(self) -> None:
         """Leave nothing of what was computed in any page."""
-        for pages in self.pages:
-            for page in pages:
-                page[:] = 0xEE
+        for rank in self.ranks:
+            for pages in rank.pages:
+                for page in pages:
+                    page[:] = 0xEE
 
     def most_loaded(self, load: Load) -> int:
         """Tokens that *load* brings into the group that takes most."""

@@ -9,14 +9,16 @@ from tests.vllm.driven import Engine
 from tests.vllm.plans import copiers
 
 from kvstrata.manager.manager import KVManager
+from kvstrata.server import protocol as p
+from kvstrata.server.client import ManagerClient
 
 LONGEST_SECONDS = 5.0  # that anything is held, if a test forgets to let it go
 
 
 class Copies:
-    """The worker's copies: held, or failing before or after a part of the bytes."""
+    """A worker's copies: held, or failing before or after a part of the bytes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, rank: int = 0) -> None:
         self.engine = engine
         self.failing_loads = 0
         self.failing_saves = 0
@@ -25,7 +27,7 @@ class Copies:
         self._go = threading.Event()
         self._go.set()
         self._thread = threading.current_thread()
-        copier: Any = copiers(engine.runner.half)[0]
+        copier: Any = copiers(engine.runner.ranks[rank].half)[0]
         self._to_device, self._to_host = copier.copy_to_device, copier.copy_to_host
         copier.copy_to_device, copier.copy_to_host = self._load, self._save
 
@@ -88,6 +90,20 @@ class Stall:
 
     def go(self) -> None:
         self._go.set()
+
+
+def lose_an_answer(client: ManagerClient) -> None:
+    """The next one to a lookup or an offer on this line, which goes on."""
+    take: Callable[[p.Reply], None] = client._take
+    left = [1]
+
+    def lossy(reply: p.Reply) -> None:
+        if left and isinstance(reply, p.Task):
+            left.clear()
+        else:
+            take(reply)
+
+    client._take = lossy  # type: ignore[method-assign]  # a fault
 
 
 class Again:

@@ -1,4 +1,4 @@
-"""The connector with the settings of UCM or FlexKV, and nothing changed but its name."""
+"""The connector with the settings of UCM or FlexKV, and nothing changed but where it is found."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ import pytest
 from tests.vllm.engine import embedded_report
 from tests.vllm.plans import full, group, plan, vllm_config
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvstrata.integration.vllm.connector import KVStrataConnector
@@ -37,6 +38,21 @@ def _of_flexkv(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("FLEXKV_CONFIG_PATH", str(file))
     monkeypatch.setenv("FLEXKV_IOURING_ENTRIES", "512")
     return {}
+
+
+def test_the_two_lines_that_the_page_changes_lead_vllm_from_ucm_to_us() -> None:
+    page = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
+    lines = page.split("```diff\n")[1].split("```")[0].splitlines()
+    before = json.loads("\n".join(line[1:] for line in lines if line[0] != "+"))
+    after = json.loads("\n".join(line[1:] for line in lines if line[0] != "-"))
+    changed = {name for name, value in after.items() if before[name] != value}
+    assert changed == {"kv_connector", "kv_connector_module_path"}
+    found = KVConnectorFactory.get_connector_class(KVTransferConfig(**after))
+    assert found is KVStrataConnector
+    with pytest.raises(ModuleNotFoundError, match="ucm"):  # the name alone does not do
+        KVConnectorFactory.get_connector_class(
+            KVTransferConfig(**before | {"kv_connector": "KVStrataConnector"})
+        )
 
 
 @pytest.mark.parametrize(

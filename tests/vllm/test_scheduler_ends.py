@@ -2,11 +2,14 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.caches import eventually
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
 from tests.vllm.fake_runner import continuation
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 
@@ -27,6 +30,54 @@ def test_abort_at_any_time_lets_go_of_every_block(
     eventually(engine.is_at_rest, "device blocks are kept")
     eventually(lambda: engine.holds_nothing(bench.manager), "a lease is kept")
     engine.serve("after", prompt(1, 90), 9)
+
+
+PROMPT = prompt(33, 41)  # its 7th and 8th token are the same, and no two before them
+TWICE = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
+OTHER_PROMPT = prompt(1, 41)  # its 8th token is none of those before it
+ENDS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "STOP": (OTHER_PROMPT, {"stop_token_ids": [continuation(OTHER_PROMPT, 8)[-1]]}),
+    "LENGTH": (PROMPT, {}),
+    "REPETITION": (PROMPT, {"repetition_detection": TWICE}),
+    "ABORT": (PROMPT, {}),
+    "ERROR": (PROMPT, {}),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("reason", ENDS)
+def test_whatever_ends_a_request_all_its_complete_blocks_are_saved(
+    bench: Bench, asynchronous: bool, reason: str
+) -> None:
+    """41 prompt tokens and 8 sampled: the KV of 48 exist, which are 6 blocks of 8."""
+    engine = bench.engine(asynchronous=asynchronous)
+    tokens, sampling = ENDS[reason]
+    request = engine.add("a", tokens, 8 if reason == "LENGTH" else 30, sampling=sampling)
+    while request.num_output_tokens < 8:
+        engine.step()
+    if reason in ("ABORT", "ERROR"):
+        finished = {"ABORT": RequestStatus.FINISHED_ABORTED, "ERROR": RequestStatus.FINISHED_ERROR}
+        engine.scheduler.finish_requests(["a"], finished[reason])
+    engine.run()
+    assert (request.get_finished_reason(), request.num_output_tokens) == (FinishReason[reason], 8)
+    keys = engine.half._math.keys(request, 0, 6)
+    assert bench.saved_keys() == {engine.half._namespace + key for key in keys}
+    assert bench.check_saved_bytes(engine) == 6
+
+
+@in_all_modes
+def test_preempted_requests_save_nothing_twice(
+    bench: Bench, asynchronous: bool, drafts: int
+) -> None:
+    """40 device blocks for four requests that need 30 each, and host memory for all."""
+    engine = bench.engine(asynchronous=asynchronous, drafts=drafts, num_blocks=40)
+    for i in range(6):
+        engine.add(f"r{i}", prompt(0, 40) + prompt(i + 1, 30), 45)
+    engine.run()
+    assert sum(r.num_preemptions for r in engine.requests.values()) > 0
+    # 5 blocks of the first 40 tokens; of each request 114 tokens have KV, which are 14.
+    assert len(bench.saved_keys()) == 5 + 6 * 9
+    assert bench.counters()["kvstrata_saved_blocks_total"] == 5 + 6 * 9
 
 
 @in_all_modes

@@ -1,11 +1,13 @@
 """Copies that fail under the scheduler half."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
-from tests.vllm.bench import Bench, prompt
+from tests.vllm.bench import Bench, prompt, start
+from tests.vllm.faults import Copies
 from tests.vllm.plans import copiers
 from vllm.v1.request import RequestStatus
 
@@ -31,6 +33,24 @@ def test_failed_loads_are_computed_instead(bench: Bench, monkeypatch: pytest.Mon
     engine.serve("c", prompt(1, 60), 2)
     engine.forget_device()
     assert engine.serve("d", prompt(1, 60), 2) == 56
+
+
+def test_what_fails_on_one_rank_alone_is_computed_by_all_and_not_kept(folder: Path) -> None:
+    with start(folder, 400, ranks=2) as bench:
+        engine = bench.engine(ranks=2)
+        ranks = [Copies(engine, 0), Copies(engine, 1)]
+        ranks[1].failing_saves = 99
+        engine.serve("a", prompt(1, 60), 2)
+        assert bench.saved_keys() == set()
+        engine.forget_device()
+        ranks[1].heal()
+        engine.serve("b", prompt(1, 60), 2)
+        assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 7
+        engine.forget_device()
+        ranks[1].failing_loads = 1
+        engine.serve("c", prompt(1, 60), 2)
+        assert (ranks[0].failed_loads, ranks[1].failed_loads) == (0, 1)
+        assert bench.counters()["kvstrata_failed_loads_total"] == 1
 
 
 def test_a_load_that_failed_is_not_tried_again(

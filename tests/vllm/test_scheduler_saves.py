@@ -1,9 +1,13 @@
 """Which blocks the scheduler half has saved: all that are complete, and no other."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
+from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
+from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @in_all_modes
@@ -29,6 +33,43 @@ def test_naive_frontier_would_have_named_blocks_that_do_not_exist(bench: Bench) 
     too_far = [f for f in engine.frontiers if f.naive_tokens // TOKENS > f.known_tokens // TOKENS]
     assert len(too_far) > 3
     assert all(f.offered_tokens <= f.known_tokens for f in too_far)
+
+
+def tell_placeholders(engine: Engine, *, with_this_step: bool) -> None:
+    """*engine* is a vLLM whose output says of each request how many sampled tokens are in flight:
+
+    those of the steps before, or those that this step will sample as well.
+    """
+    build = engine.connector.build_connector_meta
+
+    def told(output: SchedulerOutput) -> Any:
+        counts: dict[str, int] = {}
+        for name, tokens in output.num_scheduled_tokens.items():
+            request = engine.requests[name]
+            counts[name] = request.num_output_placeholders
+            if with_this_step and request.num_computed_tokens + tokens >= request.num_tokens:
+                counts[name] += 1 + len(output.scheduled_spec_decode_tokens.get(name, ()))
+        vars(output)["num_output_placeholders"] = counts
+        return build(output)
+
+    engine.connector.build_connector_meta = told
+
+
+@pytest.mark.parametrize("with_this_step", [False, True])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_placeholders_that_vllm_tells_of_are_not_saved(
+    bench: Bench, drafts: int, with_this_step: bool
+) -> None:
+    """Counted with this step's, the last known token waits for the next step or the end."""
+    engine = bench.engine(asynchronous=True, drafts=drafts)
+    tell_placeholders(engine, with_this_step=with_this_step)
+    engine.watch_frontiers()
+    engine.serve("a", prompt(1, 41), 30)
+    assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 8
+    late = int(with_this_step)
+    known = [f for f in engine.frontiers[:-1] if f.naive_tokens > 41]
+    assert len(known) > 2
+    assert {f.known_tokens - f.offered_tokens for f in known} == {late}
 
 
 def test_all_schedulers_save_the_same_blocks(folder: Path) -> None:

@@ -25,11 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.caches import eventually
-from tests.machines import machine_settings
+from tests.machines import is_nightly, machine_settings
 from tests.vllm.bench import MODES, Bench, prompt, serve, start
 from tests.vllm.driven import Engine, context_of
 from tests.vllm.fake_runner import continuation
-from tests.vllm.faults import Again, Clock, Copies, Stall
+from tests.vllm.faults import Again, Clock, Copies, Stall, lose_an_answer
 from tests.vllm.plans import model_folder
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -39,6 +39,7 @@ from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.request import RequestStatus
 
 from kvstrata.integration.vllm.at_once import AtOnce
+from kvstrata.server.client import ManagerClient
 
 STEMS = [prompt(i, 64) for i in range(3)]
 REPETITION = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
@@ -133,19 +134,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks=st.sampled_from([40, 60, 200]),
         slots=st.sampled_from([6, 20, 60]),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
+        ranks=st.sampled_from([1, 1, 2]),
+        has_lower_tier=st.booleans(),
     )
-    def begin(self, blocks: int, slots: int, policy: str) -> None:
+    def begin(self, blocks: int, slots: int, policy: str, ranks: int, has_lower_tier: bool) -> None:
         self.wanted: dict[str, list[int]] = {}  # of requests that are not aborted
-        self.slots, self.policy = slots, policy
+        self.slots, self.policy, self.ranks = slots, policy, ranks
         self.may_fail = False  # a load, by now
+        self.lossy: ManagerClient | None = None  # the line that an answer was lost on
         self.stack, self.server = contextlib.ExitStack(), contextlib.ExitStack()
         self.folder = model_folder(Path(self.stack.enter_context(tempfile.TemporaryDirectory())))
+        self.shared = self.folder / "shared" if has_lower_tier else None
+        self.stack.callback(self.server.close)
         self.clock = Clock()
         self.start_server([])
         self.engine = self.bench.engine(
             asynchronous=self.asynchronous,
             drafts=self.drafts,
             num_blocks=blocks,
+            ranks=ranks,
             policy=policy,
             load_mode=self.load_mode,
             lookup_wait_seconds=0.0005,
@@ -153,14 +160,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             save_timeout_seconds=LATE_SECONDS,
         )
         self.stack.callback(self.engine.close)
-        self.engine.runner.half._clock = self.clock
+        for rank in self.engine.runner.ranks:
+            rank.half._clock = self.clock
         if self.load_mode == "auto":
             self.engine.half._loads._at_once = AtOnce(BLOCKS_AT_ONCE)
         allow_images(self.engine)
-        self.copies, self.again = Copies(self.engine), Again(self.engine.connector)
+        self.copies = [Copies(self.engine, rank) for rank in range(ranks)]
+        self.again = Again(self.engine.connector)
 
     def start_server(self, engines: list[Engine]) -> None:
-        self.bench: Bench = self.server.enter_context(serve(self.folder, self.slots))
+        served = serve(self.folder, self.slots, shared=self.shared, ranks=self.ranks)
+        self.bench: Bench = self.server.enter_context(served)
         self.bench.engines += engines
         self.stall = Stall(self.bench.manager)
 
@@ -184,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [r for r in self.engine.requests.values() if not r.is_finished()]
         if running:
             request = running[which % len(running)]
-            self.seen[f"ended from outside while {request.status.name}"] += 1
+            self.seen[f"{end} while {request.status.name}"] += 1
             del self.wanted[request.request_id]
             status = RequestStatus[f"FINISHED_{end}"]
             self.engine.scheduler.finish_requests([request.request_id], status)
@@ -201,21 +211,30 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # -- faults ----------------------------------------------------------------------------------
 
-    @rule(loads=st.integers(0, 3), saves=st.integers(0, 3), is_partial=st.booleans())
-    def fail_copies(self, loads: int, saves: int, is_partial: bool) -> None:
+    @rule(
+        rank=st.integers(0, 1),
+        loads=st.integers(0, 3),
+        saves=st.integers(0, 3),
+        is_partial=st.booleans(),
+    )
+    def fail_copies(self, rank: int, loads: int, saves: int, is_partial: bool) -> None:
+        """Of one rank: the others' reports say that all is well."""
         self.may_fail = True
-        self.copies.failing_loads, self.copies.failing_saves = loads, saves
-        self.copies.is_partial = is_partial
+        copies = self.copies[rank % self.ranks]
+        copies.failing_loads, copies.failing_saves = loads, saves
+        copies.is_partial = is_partial
 
     @rule(
         what=st.sampled_from(["copies", "server", "late copies", "late server"]),
+        rank=st.integers(0, 1),
         asked=st.lists(arrivals, max_size=4),
         steps=st.integers(1, 12),
     )
-    def hold(self, what: str, asked: list[Arrival], steps: int) -> None:
+    def hold(self, what: str, rank: int, asked: list[Arrival], steps: int) -> None:
         # Layerwise a step ends with its loads, so there is nobody to let held copies go.
         can_hold_copies = self.load_mode != "layerwise"
-        held = self.copies if what.endswith("copies") and can_hold_copies else self.stall
+        is_copies = what.endswith("copies") and can_hold_copies
+        held = self.copies[rank % self.ranks] if is_copies else self.stall
         held.hold()
         self.arrive(asked, steps)
         if what.startswith("late"):
@@ -239,6 +258,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             client.shutdown()
             self.step(steps)
 
+    @rule(asked=st.lists(arrivals, min_size=1, max_size=4), steps=st.integers(0, 6))
+    def lose_an_answer(self, asked: list[Arrival], steps: int) -> None:
+        """Of a line that goes on: who waits for it gives it up, and asks on."""
+        client = self.engine.half._link._client
+        if client is None or self.lossy is client:
+            return
+        self.seen["answers to be lost"] += 1
+        self.lossy = client
+        lose_an_answer(client)
+        self.arrive(asked, steps)
+        time.sleep(LATE_SECONDS)
+        self.step(2)
+
     @rule()
     def go_on_as_before(self) -> None:
         self.engine.ready(self.bench.manager)
@@ -260,6 +292,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def come_to_rest(self) -> None:
+        if self.lossy is not None:
+            # What the server has leased for nobody goes with the line, or much later by itself.
+            self.may_fail = True
+            self.lossy.shutdown()
+            self.lossy = None
         self.engine.ready(self.bench.manager)
         self.engine.run()
         for name, tokens in self.wanted.items():
@@ -295,7 +332,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "copies"):
             return
-        self.copies.heal()
+        for copies in self.copies:
+            copies.heal()
         self.again.on = False
         if isinstance(sys.exception(), Exception):
             self.failures.append(traceback.format_exc())
@@ -303,15 +341,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sys.exception() is None:
                 self.come_to_rest()
                 eventually(self.caches_again, "nothing is cached any more")
+            counted = self.bench.manager.counters.snapshot()
             for name in ("saved", "loaded"):
-                count = self.bench.manager.counters.snapshot()[f"kvstrata_{name}_blocks_total"]
-                self.seen[f"{name} blocks"] += count
+                self.seen[f"{name} blocks"] += counted[f"kvstrata_{name}_blocks_total"]
+            self.seen["promoted blocks"] += sum(
+                count for name, count in counted.items() if "promoted_blocks_total" in name
+            )
+            for number, copies in enumerate(self.copies):
+                self.seen[f"failed loads of rank {number}"] += copies.failed_loads
         except Exception:
             self.failures.append(traceback.format_exc())
             raise
         finally:
             self.stack.close()
-            self.server.close()
 
     def caches_again(self) -> bool:
         number = len(self.engine.requests)
@@ -320,15 +362,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.engine.serve(f"r{number + 1}", prompt(1000 + number, 24), 2) > 0
 
 
+VARIANTS = {name: (*mode, "blockwise") for name, mode in MODES.items()} | {
+    "sync-layerwise": (False, 0, "layerwise"),
+    "sync-drafts-layerwise": (False, 3, "layerwise"),
+    "sync-at-once": (False, 0, "auto"),
+    "sync-drafts-at-once": (False, 3, "auto"),
+}
+RULES_OF_A_NIGHT = 50_000  # of all variants together
+
+
+def check_a_night(seen: Counter[str], load_mode: str) -> None:
+    """In so many steps everything has happened that there are rules for."""
+    states = ["WAITING", "RUNNING", "PREEMPTED"]
+    if load_mode != "layerwise":  # in which no request waits for its load
+        states.append("WAITING_FOR_REMOTE_KVS")
+    wanted = [f"ABORTED while {state}" for state in states]
+    wanted += [f"ended by {reason}" for reason in ("stop", "length", "repetition")]
+    wanted += ["ERROR while RUNNING", "preemptions", "answers to be lost", "promoted blocks"]
+    wanted += ["failed loads of rank 0", "failed loads of rank 1"]
+    assert [each for each in wanted if not seen[each]] == []
+    assert seen["rules"] * len(VARIANTS) >= RULES_OF_A_NIGHT
+
+
 @pytest.mark.parametrize(
-    ("asynchronous", "drafts", "load_mode"),
-    [(*mode, "blockwise") for mode in MODES.values()]
-    + [(False, drafts, mode) for mode in ("layerwise", "auto") for drafts in (0, 3)],
-    ids=[
-        *MODES,
-        *("sync-layerwise", "sync-drafts-layerwise"),
-        *("sync-at-once", "sync-drafts-at-once"),
-    ],
+    ("asynchronous", "drafts", "load_mode"), VARIANTS.values(), ids=list(VARIANTS)
 )
 def test_any_traffic_and_any_fault(asynchronous: bool, drafts: int, load_mode: str) -> None:
     class Machine(SchedulerMachine):
@@ -344,6 +401,8 @@ def test_any_traffic_and_any_fault(asynchronous: bool, drafts: int, load_mode: s
         # Of a failure that does not come again, Hypothesis says only that it did not.
         print("\n".join(Machine.failures[:1]))  # noqa: T201
     assert Machine.seen["loaded blocks"] > 20
+    if is_nightly():
+        check_a_night(Machine.seen, load_mode)
 
 
 @settings(max_examples=max(5, settings().max_examples // 200), deadline=None)

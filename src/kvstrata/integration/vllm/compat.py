@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.errors import ConfigError
@@ -56,6 +57,7 @@ __all__ = [
     "check_vllm",
     "has_attribute",
     "kv_tp_replicas",
+    "placeholders",
     "to_event_extra_keys",
     "tokens_per_hash",
 ]
@@ -321,6 +323,16 @@ def tokens_per_hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def kv_tp_replicas(kv_cache_config: KVCacheConfig) -> int:
     """Consecutive ranks that hold the same KV; before 0.31 vLLM makes no such plan."""
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+
+
+def placeholders(output: SchedulerOutput, request_id: str) -> int:
+    """Tokens of *request_id* that a step counts and nobody has sampled yet; 0: not told.
+
+    No version tells up to 0.32. One that does may count this step's as well: then the last
+    token that is known counts as not computed until the next step.
+    """
+    told: dict[str, int] = getattr(output, "num_output_placeholders", {})
+    return told.get(request_id, 0)
 
 
 def has_attribute(thing: Any, name: str) -> bool:

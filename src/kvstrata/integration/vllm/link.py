@@ -14,6 +14,7 @@ from kvstrata.core.errors import (
 )
 from kvstrata.core.types import NamespaceId
 from kvstrata.integration.vllm.link_redial import Redial
+from kvstrata.integration.vllm.seldom import SeldomWarning
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient, Pending
 from kvstrata.server.embedded import EmbeddedServer
@@ -51,6 +52,7 @@ class CacheLink:
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
         self._followed: NamespaceId | None = None  # told to every new server
         self._resets: dict[NamespaceId, Pending | None] = {}  # until they are answered
+        self._warn_of_length = SeldomWarning(_log)
 
     @property
     def ready(self) -> bool:
@@ -127,7 +129,8 @@ class CacheLink:
         try:
             return self._client.submit(request)
         except LimitExceeded as e:
-            _log.warning("going on without the cache for one request: %s", e)
+            self._warn_of_length("going on without the cache for one request: %s", e)
+            _log.debug("%s of %s is not sent: %s", type(request).__name__, _asker(request), e)
             return None
         except KVStrataError as e:
             self._drop(e)
@@ -247,6 +250,11 @@ class CacheLink:
                 _log.warning("going on without a cache: %s", error)
             self._client.close()
         self._client, self._welcomed, self._probe = None, False, None
+
+
+def _asker(request: p.Request) -> str:
+    """The id in vLLM of the request that asks, where the message has one."""
+    return request.request if isinstance(request, p.GetMatch | p.PutMatch) else "no request"
 
 
 def _is_done(reset: Pending) -> bool:

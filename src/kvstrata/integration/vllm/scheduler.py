@@ -22,7 +22,7 @@ from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.core.types import EXACT, NAMESPACE_ID_BYTES, BlockFormat, NamespaceId
 from kvstrata.integration.vllm.at_once import blocks_at_once
 from kvstrata.integration.vllm.blocks import BlockIds, HeldBlocks
-from kvstrata.integration.vllm.compat import CacheHitSource
+from kvstrata.integration.vllm.compat import CacheHitSource, placeholders
 from kvstrata.integration.vllm.due import DueRequests
 from kvstrata.integration.vllm.engine_metrics import KVStrataStats
 from kvstrata.integration.vllm.events import kv_events
@@ -298,7 +298,8 @@ class SchedulerHalf:
                 # After this step's forward this many tokens have KV; those not known yet are
                 # placeholders or drafts, and num_tokens leaves them out.
                 request = tracked.request
-                computed = min(request.num_computed_tokens + tokens, request.num_tokens)
+                computed = request.num_computed_tokens + tokens - placeholders(output, request_id)
+                computed = min(computed, request.num_tokens)
                 self._offer(tracked, computed, partial(_block_ids, state, request_id))
                 missing = self._missing_tokens(tracked, tokens)
             self._due.look(request_id, max(missing, 1))

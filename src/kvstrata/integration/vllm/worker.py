@@ -26,6 +26,7 @@ from kvstrata.integration.vllm.layerwise import LayerLoad, LayerSaves
 from kvstrata.integration.vllm.metadata import NULL_BLOCK, Save, StepPlan, WorkerReport
 from kvstrata.integration.vllm.pieces import Piece, Pieces
 from kvstrata.integration.vllm.ranks import Region
+from kvstrata.integration.vllm.seldom import SeldomWarning
 from kvstrata.integration.vllm.worker_tasks import Parts, WorkerTask, note_doubts, problem_of
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.near import bring_near
@@ -108,6 +109,7 @@ class WorkerHalf:
         self._idle = False
         self._copy_here = False  # the loads of this step are few, and nothing else is to be done
         self._has_begun = False  # a step
+        self._warn_of_load, self._warn_of_save = SeldomWarning(_log), SeldomWarning(_log)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's paged tensors; ``ConfigError`` if they are not as planned."""
@@ -443,15 +445,18 @@ class WorkerHalf:
                 self._finish(task)
 
     def _fail(self, task: WorkerTask, problem: object, first: int = 0) -> None:
-        """Mark *task* failed, say so once, and spare the copies that have not begun.
+        """Mark *task* failed, once, and spare the copies that have not begun.
 
         Those of a save before job *first* go on: what they copy can be kept.
         """
         if task.failed:
             return
         task.failed = True
-        kind = "save" if task.is_save else f"load of request {task.request_id}"
-        _log.warning("%s (task %d) failed: %s", kind, task.task_id, problem)
+        if task.is_save:
+            self._warn_of_save("a save failed: %s", problem)
+        else:
+            self._warn_of_load("a load failed, its blocks are computed: %s", problem)
+        _log.debug("task %d of request %s failed: %s", task.task_id, task.request_id, problem)
         if not task.is_shared:
             for handle in task.jobs[first if task.is_save else 0 :]:
                 self._lanes.cancel(handle)
