@@ -19,7 +19,7 @@ from kvstrata.transfer.cuda_device import open_device
 from kvstrata.transfer.cuda_ways import Ways
 from kvstrata.transfer.driver import DeviceFault
 from kvstrata.transfer.guarded import Copied, RankSlots, split_runs
-from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.lanes import Handle, Job
 from kvstrata.transfer.layered import LayerGates, Part
 
 LAYERS, BLOCKS, PAGE, PER_SLOT = 3, 6, 64, 2
@@ -155,7 +155,7 @@ class Bed:
         self.mapping = HostMapping.create(3, 4096, b"server")
         self.slots = RankSlots(self.mapping, 0, (PER_SLOT * ROW,))
 
-    def run(self, make: Callable[..., Callable[[Handle[Copied]], Copied]], block: int) -> Copied:
+    def run(self, make: Callable[..., Job[Copied]], block: int) -> Copied | None:
         runs = split_runs([block, block + 1], [(1, 0)], per_slot=(PER_SLOT,), absent=-1)
         return make(self.slots, runs, self.device.fence())(Handle())
 
