@@ -157,7 +157,11 @@ class Bed:
             return ["host tier not pinned"]
         device: Any = self.device
         stream = (device._loads if is_load else device._saves)._stream
-        return ["by kernel"] if self.geometry.piece_bytes <= stream.kernel_bytes else []
+        if self.geometry.piece_bytes > stream.kernel_bytes:
+            return []
+        from kvstrata.transfer.cuda_triton import PROGRAMS
+
+        return [f"by kernel, multiprocessors: {PROGRAMS}"]
 
     def close(self) -> None:
         self.device.let_go()

@@ -13,10 +13,10 @@ from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.device import Bytes
 from kvstrata.transfer.devices import PagedDevice
 from kvstrata.transfer.guarded import Copied, RankSlots, Run, split_runs
-from kvstrata.transfer.lanes import Handle, Lane, Lanes
+from kvstrata.transfer.lanes import Handle, Job, Lane, Lanes
 from kvstrata.transfer.layered import LayerGates, Part
 
-__all__ = ["JOBS", "Engine", "layers"]
+__all__ = ["JOBS", "PATIENCE_SECONDS", "Engine", "cache", "layers", "layers_one_by_one"]
 
 PATIENCE_SECONDS = 30.0  # only a device that hangs takes that long
 BLOCKS, SLOTS = 24, 6
@@ -90,7 +90,7 @@ class Cache:
         ends = list(accumulate((page.shape[1] for page in self.pages[0]), initial=0))
         return slice(ends[number], ends[number + 1])
 
-    def do(self, job: Callable[[Handle[Copied]], Copied]) -> None:
+    def do(self, job: Job[Copied]) -> None:
         assert job(Handle()) is Copied.WHOLE
 
     def close(self) -> None:
@@ -142,18 +142,16 @@ def parts_of_blocks(engine: Engine) -> None:
         assert np.array_equal(each.mapping.data, ~host)
 
 
-def one_layer(engine: Engine) -> None:
-    """A save of one layer, then a load of it elsewhere: no other layer changes."""
+def layers_one_by_one(engine: Engine) -> None:
+    """Saves of two layers: the third stays as it was."""
     with cache(engine) as each:
-        part, blocks, others = each.layer(1), [8, 2, 3, 4], [20, 21, 23, 22]
-        old = each.rows(3).copy()
-        each.do(each.device.save_job(each.slots, each.runs(blocks, [3]), each.device.fence(), 1))
-        old[:, part] = each.blocks(blocks)[:, part]
-        assert np.array_equal(each.rows(3), old)
-        expected = each.blocks(others)
-        expected[:, part] = old[:, part]
-        each.do(each.device.load_job(each.slots, each.runs(others, [3]), each.device.fence(), 1))
-        assert np.array_equal(each.blocks(others), expected)
+        blocks = [8, 2, 3, 4]
+        part, expected = Part(each.slots, each.runs(blocks, [3])), each.rows(3).copy()
+        for layer in (1, 0):
+            each.do(each.device.save_layer_job(part, each.device.fence(), layer))
+            page = each.layer(layer)
+            expected[:, page] = each.blocks(blocks)[:, page]
+            assert np.array_equal(each.rows(3), expected)
 
 
 def two_page_sizes(engine: Engine) -> None:
@@ -239,4 +237,4 @@ def several_jobs(engine: Engine) -> None:
         assert lanes.close(PATIENCE_SECONDS)
 
 
-JOBS: Final = (parts_of_blocks, one_layer, two_page_sizes, layers, several_jobs)
+JOBS: Final = (parts_of_blocks, layers_one_by_one, two_page_sizes, layers, several_jobs)

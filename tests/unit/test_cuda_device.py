@@ -19,7 +19,7 @@ from kvstrata.transfer.cuda_device import open_device
 from kvstrata.transfer.cuda_ways import Ways
 from kvstrata.transfer.driver import DeviceFault
 from kvstrata.transfer.guarded import Copied, RankSlots, split_runs
-from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.lanes import Handle, Job
 from kvstrata.transfer.layered import LayerGates, Part
 
 LAYERS, BLOCKS, PAGE, PER_SLOT = 3, 6, 64, 2
@@ -36,13 +36,17 @@ class Gpu:
         self.kernel_seconds = 1.0
         self.now = 0.0
         self.registered: dict[int, int] = {}
+        self.streams: list[tuple[object, int | None]] = []  # that were made: device, priority
         self.ways = Ways(
             self._call("single"), self._call("pinned"), self._call("dma"), self._kernel
         )
         gpu = self
 
         class Stream:
-            def __init__(self, device: object = None) -> None:
+            priority_range = staticmethod(lambda: (3, -5))  # of this GPU: the least, the greatest
+
+            def __init__(self, device: object = None, priority: int | None = None) -> None:
+                gpu.streams.append((device, priority))
                 self.cuda_stream = 7
 
             def wait_event(self, event: object) -> None:
@@ -155,7 +159,7 @@ class Bed:
         self.mapping = HostMapping.create(3, 4096, b"server")
         self.slots = RankSlots(self.mapping, 0, (PER_SLOT * ROW,))
 
-    def run(self, make: Callable[..., Callable[[Handle[Copied]], Copied]], block: int) -> Copied:
+    def run(self, make: Callable[..., Job[Copied]], block: int) -> Copied | None:
         runs = split_runs([block, block + 1], [(1, 0)], per_slot=(PER_SLOT,), absent=-1)
         return make(self.slots, runs, self.device.fence())(Handle())
 
@@ -173,6 +177,24 @@ def test_blocks_go_to_the_host_and_back(gpu: Gpu) -> None:
     bed.check_both_ways()
     per_job = ["record", "set_device", "synchronize", "single", "record", "synchronize"]
     assert gpu.log == per_job * 2
+
+
+def test_its_streams_have_the_lowest_priority_so_that_the_engines_kernels_go_first(
+    gpu: Gpu,
+) -> None:
+    Bed()
+    assert {priority for device, priority in gpu.streams if device is not None} == {3}
+
+
+@pytest.mark.parametrize(("has_batches", "most"), [(True, None), (False, 512)])
+def test_where_each_span_is_a_call_few_of_them_are_asked_for_at_a_time(
+    gpu: Gpu, has_batches: bool, most: int | None
+) -> None:
+    if not has_batches:
+        gpu.ways = gpu.ways._replace(batch=None)
+    device: Any = Bed().device
+    for queue in (device._loads, device._saves):
+        assert queue.limits.spans_in_flight == most
 
 
 def test_a_forward_and_its_load_wait_for_each_other_on_their_streams(gpu: Gpu) -> None:

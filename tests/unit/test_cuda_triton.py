@@ -52,5 +52,5 @@ def test_its_list_is_in_pinned_memory_which_torch_keeps_until_it_is_read(
     cuda_triton.copy_by_kernel(targets, sources, lengths, gpu)
     assert uploads == [(pinned[0], gpu, True)]
     ((grid, *columns, jobs),) = launched
-    assert (grid, jobs) == ((2,), 3)
+    assert (grid, jobs) == ((1,), 3)
     assert [c.tolist() for c in columns] == [[24, 800, 8], [80, 8, 16], [8, 8, 64]]

@@ -204,3 +204,99 @@ def test_a_save_takes_one_thread_of_several_and_loads_take_all() -> None:
         assert lanes.wait_for(handle, PATIENCE_SECONDS)
     assert sorted(running) == ["l1", "l2", "l3", "s1", "s2"]
     assert lanes.close(PATIENCE_SECONDS)
+
+
+class Long:
+    """A job of several turns, which makes way wherever it may."""
+
+    def __init__(self, name: str, turns: int, log: list[str]) -> None:
+        self.name, self.left, self.log = name, turns, log
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, handle: Handle[str]) -> str | None:
+        self.begun.set()
+        assert self.go.wait(PATIENCE_SECONDS)
+        while self.left and not handle.stopping:
+            self.log.append(self.name)
+            self.left -= 1
+            if self.left and handle.others:
+                return None
+        return "stopped" if self.left else "whole"
+
+
+def test_a_short_job_waits_for_one_turn_of_a_long_one_which_then_has_the_next(
+    lanes: Lanes[str],
+) -> None:
+    log = list[str]()
+    long = Long("long", 4, log)
+    first = lanes.submit(long, Lane.LOAD)
+    assert long.begun.wait(PATIENCE_SECONDS)
+    second, third = (lanes.submit(says(text, log), Lane.LOAD) for text in ("a", "b"))
+    long.go.set()
+    assert poll(lanes, 3) == [second, third, first]
+    assert log == ["long", "a", "b", "long", "long", "long"]
+    assert (first.outcome, first.result) == (Outcome.DONE, "whole")
+
+
+def test_a_long_job_goes_on_before_those_that_have_come_since_it_made_way(
+    lanes: Lanes[str],
+) -> None:
+    log = list[str]()
+    long = Long("long", 3, log)
+    lanes.submit(long, Lane.LOAD)
+    assert long.begun.wait(PATIENCE_SECONDS)
+
+    def brings_another(_: Handle[str]) -> str:
+        lanes.submit(says("c", log), Lane.LOAD)
+        return "b"
+
+    lanes.submit(brings_another, Lane.LOAD)
+    long.go.set()
+    poll(lanes, 3)
+    assert log == ["long", "long", "c", "long"]
+
+
+def test_a_long_job_that_makes_way_can_be_cancelled_until_its_next_turn(
+    lanes: Lanes[str],
+) -> None:
+    log, gate = list[str](), Gate()
+    long = Long("long", 4, log)
+    first = lanes.submit(long, Lane.LOAD)
+    assert long.begun.wait(PATIENCE_SECONDS)
+    second = lanes.submit(gate, Lane.LOAD)
+    long.go.set()
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    lanes.cancel(first)
+    assert lanes.poll() == [first]
+    assert (first.outcome, first.result) == (Outcome.CANCELLED, None)
+    gate.go.set()
+    assert poll(lanes, 1) == [second]
+    assert log == ["long"]
+
+
+def test_what_is_stopped_as_it_makes_way_has_no_further_turn(lanes: Lanes[str]) -> None:
+    gate = Gate()
+
+    def makes_way(handle: Handle[str]) -> None:
+        gate(handle)
+
+    handle = lanes.submit(makes_way, Lane.LOAD)
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    lanes.cancel(handle)
+    assert handle.outcome is None
+    gate.go.set()
+    assert poll(lanes, 1) == [handle]
+    assert handle.outcome is Outcome.CANCELLED
+
+
+def test_what_is_done_here_makes_way_for_nobody(lanes: Lanes[str]) -> None:
+    gate, log = Gate(), list[str]()
+    lanes.submit(gate, Lane.LOAD)
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    lanes.submit(says("waits", log), Lane.LOAD)
+    long = Long("here", 3, log)
+    long.go.set()
+    assert lanes.run(long, Lane.LOAD).result == "whole"
+    assert log == ["here", "here", "here"]
+    gate.go.set()
+    poll(lanes, 3)

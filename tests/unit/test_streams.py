@@ -11,7 +11,7 @@ from tests.simulated_device import SimulatedDevice
 from kvstrata.transfer.descriptors import Spans
 from kvstrata.transfer.driver import DeviceFault, Event
 from kvstrata.transfer.pace import Pace
-from kvstrata.transfer.streams import CopyLimits, CopyQueue, Flight, Link
+from kvstrata.transfer.streams import ONE_BY_ONE, CopyLimits, CopyQueue, Flight, Link
 
 PATIENCE_SECONDS = 10.0  # only a broken queue takes that long
 
@@ -95,6 +95,50 @@ def test_a_job_may_have_more_chunks_ahead_than_usual() -> None:
     assert stream.waited == 2
     flight.wait()
     assert stream.waited == 6
+
+
+class Counting:
+    """A stream that counts the spans that it has been asked for and nobody has waited for."""
+
+    def __init__(self) -> None:
+        self.asked = self.done = self.most = 0
+
+    def copy(self, spans: Spans) -> None:
+        self.asked += len(spans.host)
+        self.most = max(self.most, self.asked - self.done)
+
+    def record(self) -> Event:
+        stream, asked = self, self.asked
+
+        class Point:
+            def wait(_) -> None:
+                stream.done = max(stream.done, asked)
+
+            def hold(_, stream: object) -> None:
+                return
+
+        return Point()
+
+    def wait_idle(self) -> None:
+        raise AssertionError("there are events")
+
+    def follow(self, event: Event) -> None:
+        event.hold(self)
+
+
+@pytest.mark.parametrize(("limits", "most"), [(ONE_BY_ONE, 512), (CopyLimits(), 2 * 64 * 4096)])
+def test_calls_for_single_spans_do_not_fill_the_queue_of_the_driver(
+    limits: CopyLimits, most: int
+) -> None:
+    """Where it is full a call waits, and all of the process with it. A batch is one call."""
+    stream, flights = Counting(), [Flight(), Flight()]
+    loads = CopyQueue(stream, Link(), pace=None, limits=limits)
+    for flight in flights:  # of several jobs, of which one loads layer by layer
+        loads.submit(spans(70 * 4096, 1), flight, in_flight=limits.chunks_ahead)
+    assert (stream.asked, stream.most) == (2 * 70 * 4096, most)
+    for flight in flights:
+        flight.wait()
+    assert stream.done == stream.asked
 
 
 def test_what_was_begun_is_waited_for_where_the_rest_is_refused() -> None:

@@ -14,6 +14,7 @@ from kvstrata.transfer.driver import DeviceFault
 from kvstrata.transfer.pinning import HostPins
 from kvstrata.transfer.selection import Measured, choose
 from kvstrata.transfer.streamed import StreamedDevice
+from kvstrata.transfer.streams import ONE_BY_ONE, CopyLimits
 
 __all__ = ["open_device"]
 
@@ -42,7 +43,8 @@ def open_device(pages: Sequence[Sequence[Any]]) -> StreamedDevice:
     loads, saves = (CudaStream(device, pins, ways, is_load=is_load) for is_load in (True, False))
     loads.kernel_bytes, saves.kernel_bytes = choice
     near = numa_node(device, is_rocm=is_rocm())
-    return StreamedDevice(driver, groups, (loads, saves), pins, numa_node=near)
+    limits = ONE_BY_ONE if ways.batch is None else CopyLimits()
+    return StreamedDevice(driver, groups, (loads, saves), pins, limits, numa_node=near)
 
 
 def _place(page: Any) -> PagePlace:

@@ -111,8 +111,9 @@ class LoopCopy:
     def __init__(self, entry: int, *, is_rocm: bool, is_pinned: bool) -> None:
         """*entry*: the address of ``cuMemcpyAsync`` or, with ROCm, of ``hipMemcpyAsync``.
 
-        A call for pinned memory comes back at once, and keeps the GIL: a busy thread would take it
-        for 5 ms at every span. One for other memory waits for the copy, and releases it.
+        A call for pinned memory comes back at once, unless the driver's queue is full, and keeps the
+        GIL: a busy thread would take it for 5 ms at every span. One for other memory waits for the
+        copy, and releases it.
         """
         signature: Any = ctypes.PYFUNCTYPE if is_pinned else ctypes.CFUNCTYPE
         arguments = self.ARGUMENTS_OF_ROCM if is_rocm else self.ARGUMENTS

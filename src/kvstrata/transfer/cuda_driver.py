@@ -68,9 +68,10 @@ class CudaDriver:
 
 
 def new_stream(device: torch.device) -> Any:
-    """It waits for no other, and has the priority of the engine's: none is lower."""
+    """It waits for no other, and has the lowest priority that there is."""
     with faults():
-        return torch.cuda.Stream(device)
+        lowest, _ = torch.cuda.Stream.priority_range()
+        return torch.cuda.Stream(device, priority=lowest)
 
 
 def register(address: int, length_bytes: int) -> None:

@@ -15,11 +15,11 @@ from kvstrata.transfer.descriptors import Numbers
 
 __all__ = ["PROGRAMS", "copy_by_kernel", "widest_word"]
 
-PROGRAMS: Final = 2
-"""Programs of one copy that run side by side, each of which takes a multiprocessor."""
+PROGRAMS: Final = 1
+"""Programs of one copy, each of which takes a multiprocessor: two while a load and a save run."""
 
 _WARPS: Final = 32
-_STEP_BYTES: Final = 1 << 15  # of a program at a time: what hides the link's latency
+_STEP_BYTES: Final = 1 << 16  # of a program at a time, in words of 8: what hides the link's latency
 
 
 # Specialised on these it would be compiled anew while an engine serves.
@@ -72,7 +72,7 @@ def copy_by_kernel(
         jobs,
         WORD=_WORDS[word],
         BYTES=word,
-        STEP=_STEP_BYTES // word,
+        STEP=_STEP_BYTES // 8,  # as many narrower words: more would not fit into registers
         num_warps=_WARPS,
         enable_fp_fusion=True,
     )

@@ -7,16 +7,18 @@ A module ``<kind>_device`` beside this one is used for that kind of device, and 
 import importlib
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.device import DeviceCopier
 from kvstrata.transfer.driver import Event
 from kvstrata.transfer.guarded import Copied, RankSlots, Run, load_job, save_job
-from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.lanes import Handle, Job
 from kvstrata.transfer.layered import LayerGates, Part, copy_part
 
 __all__ = ["NOW", "PagedDevice", "PagewiseDevice", "open_device"]
+
+R = TypeVar("R")
 
 Pages = Sequence[Sequence[Any]]
 """By group and layer: uint8 tensors (num_blocks, page_bytes), each page contiguous."""
@@ -26,7 +28,7 @@ class PagedDevice(Protocol):
     """The device blocks of one worker, by KV cache group: makes the jobs that copy them.
 
     A job runs on a thread of ``Lanes``. It raises, or returns ``WHOLE`` if and only if all bytes
-    have arrived; either way nothing of it goes on when it has ended.
+    have arrived; either way nothing of it goes on when it has ended, or makes way for others.
     """
 
     @property
@@ -56,10 +58,8 @@ class PagedDevice(Protocol):
         """What the engine, whose thread calls this, launches now runs once *event* is over."""
         ...
 
-    def load_job(
-        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
-    ) -> Callable[[Handle[Copied]], Copied]:
-        """A job that copies *runs* to the device once *after* is over, or one layer of them."""
+    def load_job(self, slots: RankSlots, runs: Sequence[Run], after: Event) -> Job[Copied]:
+        """A job that copies *runs* to the device once *after* is over."""
         ...
 
     def load_layers_job(
@@ -71,10 +71,12 @@ class PagedDevice(Protocol):
         """
         ...
 
-    def save_job(
-        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
-    ) -> Callable[[Handle[Copied]], Copied]:
+    def save_job(self, slots: RankSlots, runs: Sequence[Run], after: Event) -> Job[Copied]:
         """A job that copies *runs* to the host; arguments as above."""
+        ...
+
+    def save_layer_job(self, part: Part, after: Event, layer: int) -> Job[Copied]:
+        """A job that copies one layer of *part* to the host; of all layers in turn, on one thread."""
         ...
 
     def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
@@ -120,10 +122,8 @@ class PagewiseDevice:
     def follow(self, event: Event) -> None:
         event.wait()
 
-    def load_job(
-        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
-    ) -> Callable[[Handle[Copied]], Copied]:
-        return _after(after, load_job(self.copiers, slots, runs, layer))
+    def load_job(self, slots: RankSlots, runs: Sequence[Run], after: Event) -> Job[Copied]:
+        return _after(after, load_job(self.copiers, slots, runs))
 
     def load_layers_job(
         self, parts: Sequence[Part], after: Event, gates: LayerGates
@@ -137,10 +137,11 @@ class PagewiseDevice:
 
         return _after(after, run)
 
-    def save_job(
-        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
-    ) -> Callable[[Handle[Copied]], Copied]:
-        return _after(after, save_job(self.copiers, slots, runs, layer))
+    def save_job(self, slots: RankSlots, runs: Sequence[Run], after: Event) -> Job[Copied]:
+        return _after(after, save_job(self.copiers, slots, runs))
+
+    def save_layer_job(self, part: Part, after: Event, layer: int) -> Job[Copied]:
+        return _after(after, save_job(self.copiers, part.slots, part.runs, layer))
 
     def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> None:
         """Its copies are not made by a device."""
@@ -149,10 +150,8 @@ class PagewiseDevice:
         """There is nothing that it holds."""
 
 
-def _after(
-    event: Event, job: Callable[[Handle[Copied]], Copied]
-) -> Callable[[Handle[Copied]], Copied]:
-    def run(handle: Handle[Copied]) -> Copied:
+def _after(event: Event, job: Callable[[Handle[Copied]], R]) -> Callable[[Handle[Copied]], R]:
+    def run(handle: Handle[Copied]) -> R:
         event.wait()
         return job(handle)
 

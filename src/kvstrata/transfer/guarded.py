@@ -6,16 +6,21 @@ nothing against copying: it is done around every slot.
 """
 
 import enum
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.device import Bytes, DeviceCopier
-from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.lanes import Handle, Job
 
-__all__ = ["Copied", "RankSlots", "Run", "load_job", "save_job", "split_runs"]
+__all__ = ["TURN_BYTES", "Copied", "RankSlots", "Run", "load_job", "save_job", "split_runs"]
+
+TURN_BYTES: Final = 32 << 20
+"""What a job copies before it makes way for those that wait in its lane; a run is copied whole."""
 
 
 class Copied(enum.Enum):
@@ -106,13 +111,14 @@ def load_job(
     slots: RankSlots,
     runs: Sequence[Run],
     layer: int | None = None,
-) -> Callable[[Handle[Copied]], Copied]:
+) -> Job[Copied]:
     """A job that copies *runs* to the device and ends at the first doubt; a copier a group.
 
     *layer*: copy the pages of that layer of each group alone.
     """
     copies = [_of_layer(copier.copy_to_device, layer) for copier in copiers]
-    return lambda handle: _copy(handle, copiers, slots, runs, copies)
+    left = deque(runs)
+    return lambda handle: _copy(handle, copiers, slots, left, copies)
 
 
 def save_job(
@@ -120,10 +126,11 @@ def save_job(
     slots: RankSlots,
     runs: Sequence[Run],
     layer: int | None = None,
-) -> Callable[[Handle[Copied]], Copied]:
+) -> Job[Copied]:
     """A job that copies *runs* to the host and ends at the first doubt; the rest as above."""
     copies = [_of_layer(copier.copy_to_host, layer) for copier in copiers]
-    return lambda handle: _copy(handle, copiers, slots, runs, copies)
+    left = deque(runs)
+    return lambda handle: _copy(handle, copiers, slots, left, copies)
 
 
 def _of_layer(copy: Callable[..., None], layer: int | None) -> Callable[..., None]:
@@ -134,16 +141,22 @@ def _copy(
     handle: Handle[Copied],
     copiers: Sequence[DeviceCopier],
     slots: RankSlots,
-    runs: Sequence[Run],
+    left: deque[Run],
     copies: Sequence[Callable[..., None]],
-) -> Copied:
-    for run in runs:
+) -> Copied | None:
+    """A turn, of which all that it has copied is certain; *left*: what no turn has begun."""
+    turn_bytes = 0
+    while left:
         if handle.stopping:
             return Copied.STOPPED
+        if turn_bytes >= TURN_BYTES and handle.others:
+            return None
+        run = left.popleft()
         if not slots.is_current(run):
             return Copied.STALE
         rows = slots.rows(run, copiers[run.group].device_block_bytes)
         copies[run.group](run.device_blocks, rows)
         if not slots.is_current(run):
             return Copied.STALE
+        turn_bytes += rows.nbytes
     return Copied.WHOLE

@@ -1,4 +1,4 @@
-"""Runs copy jobs on its own threads, loads before saves.
+"""Runs copy jobs on its own threads, loads before saves, and long ones in turns.
 
 The only module of the worker half that starts threads. Everything below blocks, everything above
 holds a ``Handle``.
@@ -8,10 +8,10 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, Generic, TypeVar
 
-__all__ = ["Handle", "Lane", "Lanes", "Outcome"]
+__all__ = ["Handle", "Job", "Lane", "Lanes", "Outcome"]
 
 T = TypeVar("T")
 
@@ -28,20 +28,26 @@ class Outcome(enum.Enum):
 
     DONE = "done"
     FAILED = "failed"  # it raised; ``Handle.error`` says what
-    CANCELLED = "cancelled"  # it never started
+    CANCELLED = "cancelled"  # it was waiting for its first turn, or for another
     REFUSED = "refused"  # its lane was full or closed; it never started
 
 
 class Handle(Generic[T]):
     """One submitted job. ``outcome`` is None until the job has certainly stopped."""
 
-    __slots__ = ("error", "outcome", "result", "stopping")
+    __slots__ = ("error", "others", "outcome", "result", "stopping")
 
-    def __init__(self) -> None:
+    def __init__(self, others: Collection[object] = ()) -> None:
+        """*others*: what waits in its lane at any time."""
+        self.others: Final = others  # while there are some, a long job makes way for them
         self.outcome: Outcome | None = None
         self.result: T | None = None  # what the job returned, once ``DONE``
         self.error: Exception | None = None
         self.stopping = False  # a running job looks at this and returns early
+
+
+Job = Callable[[Handle[T]], T | None]
+"""What is called with its own handle. None: it makes way, and is called again after the others."""
 
 
 class Lanes(Generic[T]):
@@ -50,6 +56,7 @@ class Lanes(Generic[T]):
     * Every job that was not refused leaves through ``poll`` exactly once.
     * A lane holds at most *limit* jobs that have not been polled; more are refused.
     * At most *saves* of the threads are in a save: the others are there for loads.
+    * Jobs of a lane take turns: one that makes way goes on behind those that wait in it by then.
     """
 
     def __init__(self, *, threads: int = 1, saves: int = 1, limit: int = 4096) -> None:
@@ -58,9 +65,7 @@ class Lanes(Generic[T]):
         self._lock = threading.Lock()  # guards everything below
         self._work = threading.Condition(self._lock)
         self._ended_some = threading.Condition(self._lock)
-        self._queues: dict[Lane, deque[tuple[Handle[T], Callable[[Handle[T]], T]]]] = {
-            lane: deque() for lane in Lane
-        }
+        self._queues: dict[Lane, deque[tuple[Handle[T], Job[T]]]] = {lane: deque() for lane in Lane}
         self._running: set[Handle[T]] = set()
         self._ended: list[Handle[T]] = []
         self._lane_of: dict[Handle[T], Lane] = {}  # every job that has not been polled
@@ -73,20 +78,20 @@ class Lanes(Generic[T]):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Callable[[Handle[T]], T], lane: Lane) -> Handle[T]:
-        """Queue *job*, which is called with its own handle; never blocks.
+    def submit(self, job: Job[T], lane: Lane) -> Handle[T]:
+        """Queue *job*; never blocks.
 
         A full or closed lane gives a handle whose outcome is ``REFUSED`` already.
         """
-        handle = Handle[T]()
+        handle = Handle[T](self._queues[lane])
         with self._lock:
             if self._admit(handle, lane):
                 self._queues[lane].append((handle, job))
                 self._work.notify()
         return handle
 
-    def run(self, job: Callable[[Handle[T]], T], lane: Lane) -> Handle[T]:
-        """Like ``submit``, but *job* is done here and has ended on return.
+    def run(self, job: Job[T], lane: Lane) -> Handle[T]:
+        """Like ``submit``, but *job* is done here, makes way for nobody and has ended on return.
 
         For a short job whose caller has nothing better to do than to wait for it: two threads
         need not wake each other, which on busy cores takes longer than the job.
@@ -106,7 +111,7 @@ class Lanes(Generic[T]):
             if handle.outcome is not None or handle in self._running:
                 return
             queue = self._queues[self._lane_of[handle]]
-            self._queues[self._lane_of[handle]] = deque(e for e in queue if e[0] is not handle)
+            queue.remove(next(entry for entry in queue if entry[0] is handle))
             self._end(handle, Outcome.CANCELLED)
 
     def poll(self) -> list[Handle[T]]:
@@ -150,7 +155,8 @@ class Lanes(Generic[T]):
             self._do(*entry)
             del entry  # a job holds on to the memory it copies
 
-    def _do(self, handle: Handle[T], job: Callable[[Handle[T]], T]) -> None:
+    def _do(self, handle: Handle[T], job: Job[T]) -> None:
+        """A turn of *job*."""
         outcome = Outcome.DONE
         try:
             handle.result = job(handle)
@@ -159,7 +165,12 @@ class Lanes(Generic[T]):
             outcome = Outcome.FAILED
         with self._lock:
             self._running.discard(handle)
-            self._end(handle, outcome)
+            if outcome is Outcome.FAILED or handle.result is not None:
+                self._end(handle, outcome)
+            elif handle.stopping:
+                self._end(handle, Outcome.CANCELLED)
+            else:
+                self._queues[self._lane_of[handle]].append((handle, job))
             self._work.notify()  # a save may be what this one was in the way of
 
     def _admit(self, handle: Handle[T], lane: Lane) -> bool:
@@ -170,7 +181,7 @@ class Lanes(Generic[T]):
         self._lane_of[handle] = lane
         return True
 
-    def _take(self) -> tuple[Handle[T], Callable[[Handle[T]], T]] | None:
+    def _take(self) -> tuple[Handle[T], Job[T]] | None:
         """The next job, marked as running; None once closed."""
         with self._lock:
             self._work.wait_for(lambda: not self._open or self._next_lane() is not None)

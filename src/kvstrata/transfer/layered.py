@@ -7,13 +7,13 @@ Whether all bytes are what they should be is known when the job has ended, and n
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvstrata.transfer.driver import Event
 from kvstrata.transfer.guarded import Copied, RankSlots, Run
-from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.lanes import Handle, Job
 
 __all__ = ["LayerGates", "Part", "copy_part"]
 
@@ -25,6 +25,7 @@ class Part:
     slots: RankSlots
     runs: Sequence[Run]
     doubt: object | None = None
+    places: Any = None  # of the runs, once a device has looked them up for all layers
 
 
 class LayerGates:
@@ -61,12 +62,16 @@ class LayerGates:
             return self._events[layer] if layer < len(self._events) else None
 
 
-def copy_part(job: Callable[[Handle[Copied]], Copied], part: Part, handle: Handle[Copied]) -> None:
-    """Do *job*, which copies one layer of *part*, unless that is in doubt; note what it leaves."""
+def copy_part(job: Job[Copied], part: Part, handle: Handle[Copied]) -> None:
+    """Do *job*, which copies one layer of *part*, unless that is in doubt; note what it leaves.
+
+    It makes way for nobody: what comes behind it is another layer.
+    """
     if part.doubt is not None:
         return
     try:
-        copied = job(handle)
+        while (copied := job(handle)) is None:
+            pass
     except Exception as e:  # noqa: BLE001 - thread top: that of one task of several
         part.doubt = e
     else:

@@ -2,15 +2,17 @@
 
 A job waits, on its own thread, for what the engine had launched when the job was made, then asks
 for its copies and waits until they have arrived. So a save reads nothing that is unfinished, a load
-overwrites nothing that is still read, and what is reported has happened.
+overwrites nothing that is still read, and what is reported has happened. A long job makes way for
+those that wait for a thread, every 32 MiB.
 
 Loads layer by layer wait for the engine, and the engine for them, on the streams: threads wait
 until the copies of a layer have been asked for, which is up to 64 chunks before they arrive.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,17 +23,15 @@ from kvstrata.core.errors import InvariantViolated
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.descriptors import HostRows, Numbers, PagePlaces
 from kvstrata.transfer.driver import CopyStream, DeviceFault, Driver, Event
-from kvstrata.transfer.guarded import Copied, RankSlots, Run
-from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.guarded import TURN_BYTES, Copied, RankSlots, Run
+from kvstrata.transfer.lanes import Handle, Job
 from kvstrata.transfer.layered import LayerGates, Part
 from kvstrata.transfer.pace import Pace
 from kvstrata.transfer.streams import CopyLimits, CopyQueue, Flight, Link
 
-__all__ = ["Pins", "StreamedDevice"]
+__all__ = ["Pins", "StreamedDevice", "rows_of"]
 
 _log = logging.getLogger(__name__)
-
-_BATCH_BYTES: Final = 64 << 20  # after which a job looks whether it is to stop
 
 
 class Pins(Protocol):
@@ -69,7 +69,7 @@ class _Batch(NamedTuple):
 class StreamedDevice:
     """A ``PagedDevice`` that copies on streams of its own."""
 
-    copy_threads: Final = 4  # a small load need not wait for the three largest ones
+    copy_threads: Final = 4  # small loads need not wait for turns of large ones, if those are few
     copies_at_once: Final = False
 
     def __init__(
@@ -112,64 +112,78 @@ class StreamedDevice:
     ) -> Callable[[Handle[Copied]], Copied]:
         return partial(self._run_layers, parts, after, gates)
 
-    def load_job(
-        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
-    ) -> Callable[[Handle[Copied]], Copied]:
-        return lambda handle: self._run(self._loads, handle, slots, runs, after, layer)
+    def load_job(self, slots: RankSlots, runs: Sequence[Run], after: Event) -> Job[Copied]:
+        return partial(self._run, self._loads, Part(slots, runs), deque(runs), after)
 
-    def save_job(
-        self, slots: RankSlots, runs: Sequence[Run], after: Event, layer: int | None = None
-    ) -> Callable[[Handle[Copied]], Copied]:
-        return lambda handle: self._run(self._saves, handle, slots, runs, after, layer)
+    def save_job(self, slots: RankSlots, runs: Sequence[Run], after: Event) -> Job[Copied]:
+        return partial(self._run, self._saves, Part(slots, runs), deque(runs), after)
+
+    def save_layer_job(self, part: Part, after: Event, layer: int) -> Job[Copied]:
+        return partial(self._save_layer, part, after, layer)
 
     def _run(
-        self,
-        queue: CopyQueue,
-        handle: Handle[Copied],
-        slots: RankSlots,
-        runs: Sequence[Run],
-        after: Event,
-        layer: int | None,
-    ) -> Copied:
+        self, queue: CopyQueue, part: Part, left: deque[Run], after: Event, handle: Handle[Copied]
+    ) -> Copied | None:
+        """A turn of a job; *left*: what no turn has begun."""
         self._driver.enter()
         after.wait()
-        flight = Flight()
-        with queue.turn(), self._pins.used():
-            try:
-                for batch in _batches(runs, [_row_bytes(pages, layer) for pages in self._groups]):
-                    if handle.stopping:
-                        return Copied.STOPPED
-                    if not _are_current(slots, batch):
-                        return Copied.STALE
-                    self._begin(queue, flight, self._places(slots, batch), layer)
-            finally:  # whatever has happened: what was begun has ended when the job has
-                flight.wait()
-        return Copied.WHOLE if _are_current(slots, runs) else Copied.STALE
+        slots, row_bytes = part.slots, [pages.device_block_bytes for pages in self._groups]
+        with self._copying(queue) as flight:
+            while left:
+                if handle.stopping:
+                    return Copied.STOPPED
+                if not _are_current(slots, runs := _take(left, row_bytes)):
+                    return Copied.STALE
+                self._begin(queue, flight, self._places(slots, runs), None)
+                if left and handle.others:
+                    return None
+        return Copied.WHOLE if _are_current(slots, part.runs) else Copied.STALE
+
+    def _save_layer(
+        self, part: Part, after: Event, layer: int, handle: Handle[Copied]
+    ) -> Copied | None:
+        self._driver.enter()
+        after.wait()
+        if handle.stopping:
+            return Copied.STOPPED
+        if not _are_current(part.slots, part.runs):
+            return Copied.STALE
+        with self._copying(self._saves) as flight:
+            if part.places is None:
+                part.places = self._places(part.slots, part.runs)
+            self._begin(self._saves, flight, part.places, layer)
+        return Copied.WHOLE if _are_current(part.slots, part.runs) else Copied.STALE
 
     def _run_layers(
         self, parts: Sequence[Part], after: Event, gates: LayerGates, handle: Handle[Copied]
     ) -> Copied:
         """The parts are copied in turn, so a fault of the device is one of all of them."""
         self._driver.enter()
-        queue, flight = self._loads, Flight()
-        with queue.turn(), self._pins.used():
-            try:
-                queue.follow(after)
-                widest = [max(pages.page_bytes) for pages in self._groups]
-                batches = [
-                    _Batch(part, runs, self._places(part.slots, runs))
-                    for part in parts
-                    for runs in _batches(part.runs, widest)
-                ]
-                for layer in range(gates.layers):
-                    if not self._begin_layer(flight, batches, layer, handle):
-                        return Copied.STOPPED
-                    gates.open(queue.mark())
-            finally:
-                flight.wait()
+        queue, widest = self._loads, [max(pages.page_bytes) for pages in self._groups]
+        with self._copying(queue) as flight:
+            queue.follow(after)
+            batches = [
+                _Batch(part, runs, self._places(part.slots, runs))
+                for part in parts
+                for runs in _batches(part.runs, widest)
+            ]
+            for layer in range(gates.layers):
+                if not self._begin_layer(flight, batches, layer, handle):
+                    return Copied.STOPPED
+                gates.open(queue.mark())
         for part in parts:
             _look_at(part, part.runs)
         return Copied.WHOLE
+
+    @contextmanager
+    def _copying(self, queue: CopyQueue) -> Iterator[Flight]:
+        """Around copies: whatever happens, what was begun has ended behind it."""
+        flight = Flight()
+        with queue.turn(), self._pins.used():
+            try:
+                yield flight
+            finally:
+                flight.wait()
 
     def _begin_layer(
         self, flight: Flight, batches: Sequence[_Batch], layer: int, handle: Handle[Copied]
@@ -198,7 +212,7 @@ class StreamedDevice:
     def _places(self, slots: RankSlots, runs: Sequence[Run]) -> list[_Places]:
         """Where the bytes of *runs* are, of one group after the other."""
         return [
-            _Places(pages, *_rows(slots, own, group, pages.device_block_bytes))
+            _Places(pages, *rows_of(slots, own, group, pages.device_block_bytes))
             for group, pages in enumerate(self._groups)
             if (own := [run for run in runs if run.group == group])
         ]
@@ -228,21 +242,24 @@ class _Failed:
         raise self._fault
 
 
-def _row_bytes(pages: PagePlaces, layer: int | None) -> int:
-    """What is copied of a device block."""
-    return pages.device_block_bytes if layer is None else pages.page_bytes[layer]
+def _take(left: deque[Run], row_bytes: Sequence[int]) -> list[Run]:
+    """The first of *left*, of about as many bytes as a turn has.
+
+    *row_bytes*: what is copied of a device block of each group.
+    """
+    taken: list[Run] = []
+    taken_bytes = 0
+    while left and taken_bytes < TURN_BYTES:
+        taken.append(run := left.popleft())
+        taken_bytes += len(run.device_blocks) * row_bytes[run.group]
+    return taken
 
 
-def _batches(runs: Sequence[Run], row_bytes: Sequence[int]) -> Iterator[Sequence[Run]]:
-    """*runs* in order, in parts of about as many bytes; *row_bytes*: of a block of each group."""
-    first, batch_bytes = 0, 0
-    for number, run in enumerate(runs):
-        batch_bytes += len(run.device_blocks) * row_bytes[run.group]
-        if batch_bytes >= _BATCH_BYTES:
-            yield runs[first : number + 1]
-            first, batch_bytes = number + 1, 0
-    if first < len(runs):
-        yield runs[first:]
+def _batches(runs: Sequence[Run], row_bytes: Sequence[int]) -> Iterator[list[Run]]:
+    """*runs* in order, as ``_take`` takes them."""
+    left = deque(runs)
+    while left:
+        yield _take(left, row_bytes)
 
 
 def _look_at(part: Part, runs: Sequence[Run]) -> None:
@@ -258,19 +275,21 @@ def _are_current(slots: RankSlots, runs: Sequence[Run]) -> bool:
     return bool((slots.mapping.generations[numbers] == expected).all())
 
 
-def _rows(
+def rows_of(
     slots: RankSlots, runs: Sequence[Run], group: int, row_bytes: int
 ) -> tuple[Numbers, HostRows]:
     """The device blocks of *runs*, all of one group, and their places in host memory."""
-    count = len(runs)
-    blocks = np.fromiter(chain.from_iterable(run.device_blocks for run in runs), np.int64)
-    counts = np.fromiter((len(run.device_blocks) for run in runs), np.int64, count)
-    offsets = np.fromiter((run.offset for run in runs), np.int64, count)
+    counts = np.fromiter([len(run.device_blocks) for run in runs], np.int64, len(runs))
+    offsets = np.fromiter([run.offset for run in runs], np.int64, len(runs))
+    numbers = np.fromiter([run.slot for run in runs], np.int64, len(runs))
     if ((offsets + counts) * row_bytes > slots.group_bytes[group]).any():
         raise InvariantViolated(f"device blocks beyond the region of group {group} of a slot")
-    numbers = np.fromiter((run.slot for run in runs), np.int64, count)
+    blocks = np.fromiter(chain.from_iterable([run.device_blocks for run in runs]), np.int64)
+    first = counts.cumsum() - counts  # of each run
     region = slots.mapping.data.ctypes.data + slots.start_bytes + sum(slots.group_bytes[:group])
-    starts = region + numbers * slots.mapping.slot_bytes + offsets * row_bytes
-    within = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
-    addresses = np.repeat(starts, counts) + within * row_bytes
-    return blocks, HostRows(addresses, within == 0)
+    starts = region + numbers * slots.mapping.slot_bytes + (offsets - first) * row_bytes
+    addresses = np.arange(len(blocks)) * row_bytes
+    addresses += starts.repeat(counts)
+    begins = np.zeros(len(blocks), np.bool_)
+    begins[first] = True
+    return blocks, HostRows(addresses, begins)

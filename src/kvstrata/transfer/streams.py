@@ -16,7 +16,7 @@ from kvstrata.transfer.descriptors import Spans, chunks
 from kvstrata.transfer.driver import CopyStream, DeviceFault, Event
 from kvstrata.transfer.pace import Pace
 
-__all__ = ["CopyLimits", "CopyQueue", "Flight", "Link"]
+__all__ = ["ONE_BY_ONE", "CopyLimits", "CopyQueue", "Flight", "Link"]
 
 
 class CopyLimits(NamedTuple):
@@ -28,6 +28,11 @@ class CopyLimits(NamedTuple):
     shared_chunk_bytes: int = 2 << 20  # of a save while steps run, which have one before them then
     patience_seconds: float = 0.005  # that a chunk of a save waits for loads: they may never pause
     chunks_ahead: int = 64  # of a job that loads layer by layer: about 10 ms of the link
+    spans_in_flight: int | None = None  # of all jobs of a stream; None: their chunks are enough
+
+
+ONE_BY_ONE: Final = CopyLimits(chunk_spans=256, spans_in_flight=512)
+"""Where each span is a call: a driver keeps about a thousand, then the call waits for room."""
 
 
 class Flight:
@@ -95,6 +100,8 @@ class CopyQueue:
         self._pace = pace
         self.limits: Final = limits
         self._lock = threading.Lock()  # held while the stream is given something
+        self._asked: deque[tuple[int, Event]] = deque()  # spans of each chunk, oldest first
+        self._asked_spans = 0
 
     def submit(self, spans: Spans, flight: Flight, in_flight: int | None = None) -> None:
         """Ask for *spans*, whose events are added to *flight*; returns before they have arrived.
@@ -124,10 +131,29 @@ class CopyQueue:
 
     def _ask(self, chunk: Spans, flight: Flight) -> None:
         with self._lock:
+            self._wait_for_room(len(chunk.host))
             try:
                 self._stream.copy(chunk)
             finally:  # some of it may be under way
-                flight.add(self._end())
+                event = self._end()
+                flight.add(event)
+                self._note(len(chunk.host), event)
+
+    def _wait_for_room(self, spans: int) -> None:
+        """Until the stream can be given so many more, at most a chunk of them.
+
+        With the lock: what another job asks for would have to wait, too.
+        """
+        most = self.limits.spans_in_flight
+        while most is not None and self._asked and self._asked_spans + spans > most:
+            asked, event = self._asked.popleft()
+            self._asked_spans -= asked
+            event.wait()
+
+    def _note(self, spans: int, event: Event) -> None:
+        if self.limits.spans_in_flight is not None:
+            self._asked.append((spans, event))
+            self._asked_spans += spans
 
     def _end(self) -> Event:
         """The point behind all that was asked for; where none can be had, it is waited for here."""

@@ -33,8 +33,8 @@ from kvstrata.storage.near import bring_near
 from kvstrata.storage.numa import memory_nodes
 from kvstrata.transfer.devices import PagedDevice, PagewiseDevice, open_device
 from kvstrata.transfer.driver import Event
-from kvstrata.transfer.guarded import Copied, RankSlots
-from kvstrata.transfer.lanes import Handle, Lane, Lanes, Outcome
+from kvstrata.transfer.guarded import Copied, RankSlots, Run
+from kvstrata.transfer.lanes import Handle, Job, Lane, Lanes, Outcome
 from kvstrata.transfer.layered import LayerGates, Part, copy_part
 
 __all__ = ["WorkerHalf", "WorkerSettings"]
@@ -59,7 +59,7 @@ class WorkerSettings:
 
 
 _Begin = tuple[WorkerTask, Callable[[], list[Piece]]]  # a task, and what splits it
-_MakeJob = Callable[..., Callable[[Handle[Copied]], Copied]]  # of a ``PagedDevice``
+_MakeJob = Callable[[RankSlots, list[Run], Event], Job[Copied]]  # of a ``PagedDevice``
 
 
 class WorkerHalf:
@@ -347,12 +347,12 @@ class WorkerHalf:
         return LayerSaves(layers, submit)
 
     def _save_layer(self, layer: int, batch: Parts, after: Event) -> None:
-        save = self._device.save_job
+        save = self._device.save_layer_job
 
         def job(handle: Handle[Copied]) -> Copied:
             for task, part in batch:
                 if task.doubt is None:
-                    copy_part(save(part.slots, part.runs, after, layer), part, handle)
+                    copy_part(save(part, after, layer), part, handle)
             note_doubts(batch)
             return Copied.WHOLE
 
