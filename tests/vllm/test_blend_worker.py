@@ -1,16 +1,24 @@
 """A worker's turns: who runs next and with whom, and what an audited request goes through."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from tests.caches import PATIENCE_SECONDS
+from torch.distributed import ReduceOp
 
 from kvstrata.blend.plan import BlendPlan, Positions, ReusedRuns
 from kvstrata.blend.rules import TwoRoundQueryRule
-from kvstrata.blend.selection import Recompute
+from kvstrata.blend.selection import Recompute, ScoreAttention
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
+from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
 from kvstrata.integration.vllm.blend.worker import BlendWorker
 
 BLOCK_TOKENS = 32
@@ -57,10 +65,12 @@ class Layer:
         return id(self)
 
 
-def worker_of(runner: Recorder) -> BlendWorker:
+ALONE: Any = SimpleNamespace(world_size=1)
+
+
+def worker_of(runner: Recorder, ranks: Any = ALONE) -> BlendWorker:
     layer: Any = Layer()
     source: Any = SimpleNamespace(read=lambda *anything: None)
-    ranks: Any = SimpleNamespace(world_size=1)
     stand_in: Any = runner
     return BlendWorker(
         [layer],
@@ -141,3 +151,106 @@ def test_what_the_budget_does_not_hold_waits_and_the_oldest_ends_first() -> None
         tokens = [tokens for forward in runner.forwards for _, _, tokens in forward]
         assert 0 < sum(tokens) <= 50
     assert ended == ["older", "younger"]
+
+
+class TwoRanks:
+    """In place of ``torch.distributed.all_reduce``: an error, and no hang, where ranks differ."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=PATIENCE_SECONDS)
+        self._shares: dict[int, torch.Tensor] = {}
+
+    def all_reduce(self, tensor: torch.Tensor, op: object = ReduceOp.MAX, *, group: int) -> None:
+        self._shares[group] = tensor.clone()
+        self._barrier.wait()
+        if len({(each.shape, each.dtype) for each in self._shares.values()}) > 1:
+            self._barrier.abort()
+        shares = torch.stack([self._shares[rank] for rank in range(2)])
+        self._barrier.wait()
+        tensor.copy_(shares.amax(0) if op == ReduceOp.MAX else shares.sum(0))
+
+    def run(self, of_rank: Callable[[int, Any], Any]) -> list[Any]:
+        """What *of_rank* returns on each rank, given its number and its group."""
+
+        def of(rank: int) -> Any:
+            return of_rank(rank, SimpleNamespace(world_size=2, cpu_group=rank))
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(of, range(2)))
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
+    made = TwoRanks()
+    monkeypatch.setattr(torch.distributed, "all_reduce", made.all_reduce)
+    return made
+
+
+@dataclass
+class Rank(Recorder):
+    """One whose forwards are collectives of both ranks, and which can fail behind one of them."""
+
+    ranks: Any = None
+    breaks_in: int = -1  # forward
+
+    def _add(self, steps: Any) -> None:
+        super()._add(steps)
+        torch.distributed.all_reduce(torch.zeros(7), group=self.ranks.cpu_group)
+        if len(self.forwards) - 1 == self.breaks_in:
+            raise MemoryError("of one rank alone")
+
+
+@pytest.mark.parametrize(
+    ("breaks_in", "ended", "last"),
+    [
+        (0, {"older": False, "younger": True}, ("recompute", 64, 94)),
+        (2, {"older": True, "younger": False}, ("recompute", 32, 126)),
+    ],
+)
+def test_what_fails_on_one_rank_behind_a_forward_is_given_up_by_both(
+    two_ranks: TwoRanks, breaks_in: int, ended: dict[str, bool], last: tuple[str, int, int]
+) -> None:
+    def run(rank: int, ranks: Any) -> Any:
+        runner = Rank(ranks=ranks, breaks_in=breaks_in if rank == 1 else -1)
+        worker = worker_of(runner, ranks)
+        for name, exact_blocks in (("older", 1), ("younger", 2)):
+            worker.begin(request(name, exact_blocks), SERVER)
+        whole = {each.request_id: each.whole for each in worker.advance(NO_SLOTS, 1000)}
+        return runner.forwards, whole
+
+    one, other = two_ranks.run(run)
+    assert one == other
+    forwards, whole = one
+    assert whole == ended
+    assert forwards[-1] == [last]
+
+
+def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(
+    two_ranks: TwoRanks,
+) -> None:
+    prompt = Prompt(torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    positions = np.arange(8)
+
+    def run(rank: int, ranks: Any) -> str:
+        def read_keys(blocks: torch.Tensor) -> torch.Tensor:
+            if rank == 1:
+                raise MemoryError("of one rank alone")
+            return torch.ones(8, 1, 4)
+
+        layer: Any = SimpleNamespace(
+            sliding_window=None, head_size=4, impl=SimpleNamespace(scale=1.0)
+        )
+        pages: Any = SimpleNamespace(tokens=8, read_keys=read_keys)
+        nested: Any = SimpleNamespace(run=lambda parts: None)
+        taps: Any = SimpleNamespace(
+            until=lambda last, wanted: nullcontext({0: torch.ones(8, 1, 4)})
+        )
+        runner = StepRunner(nested, [pages], [layer], taps, (0,), ranks)
+        try:
+            (scores,) = runner.run([prompt], [ScoreAttention(positions, positions[-1:])])
+        except MemoryError:
+            return "failed"
+        assert scores.tolist() == [0.125] * 8
+        return "scored"
+
+    assert two_ranks.run(run) == ["scored", "failed"]

@@ -1,7 +1,9 @@
 """A worker's share of blending: reused KV moved to its new places, chosen tokens computed.
 
 All ranks get the same requests in the same order and take the same steps, since each forward of
-the model is a collective. Where one rank has a doubt, all give the request up together.
+the model is a collective. Where one rank has a doubt, all give the request up together, before the
+next forward. A forward that dies on one rank, within the model's collectives, is vLLM's: the others
+wait in it, as they would in a step of the engine.
 """
 
 import enum
@@ -135,6 +137,7 @@ class BlendWorker:
         self._agree()
         while budget_tokens > 0 and (batch := self._batch(budget_tokens)):
             budget_tokens -= self._run(batch, budget_tokens)
+            self._agree()
         over = [job for job in self._jobs if job.is_over]
         self._jobs = [job for job in self._jobs if not job.is_over]
         return [
