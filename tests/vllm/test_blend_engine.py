@@ -82,6 +82,18 @@ def test_blended_tokens_are_counted_as_of_the_host_tier(subject: Subject) -> Non
     assert after.get(unknown, 0) == before.get(unknown, 0)
 
 
+def test_an_answer_says_from_which_token_on_its_kv_is_approximate(subject: Subject) -> None:
+    prompt = subject.prompt(2, 0)
+    known = len(subject.system + subject.documents[2])
+    assert known == 9 * BLOCK_TOKENS  # and 3 tokens behind it, the first in another place begins
+    subject.exact(subject.system + subject.documents[2] + subject.text(3))
+    assert subject.one(prompt, True).transfer == {"taint_from": known}
+    assert subject.exact(prompt).transfer is None
+    received = Ask("passed-on", prompt, 4, transfer={"taint_from": known + 40})
+    answers = subject.run([received])
+    assert answers[received.id].transfer == {"taint_from": known + BLOCK_TOKENS}
+
+
 def test_kv_that_its_sender_calls_approximate_is_found_by_nobody(subject: Subject) -> None:
     prompt = subject.system + subject.text(300)
     subject.run([Ask("received", prompt, 4, transfer={"taint_from": len(subject.system)})])

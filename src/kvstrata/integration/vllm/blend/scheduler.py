@@ -22,7 +22,6 @@ from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta, BlendRequestMeta
 from kvstrata.integration.vllm.blend.room import Room
 from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
-from kvstrata.integration.vllm.blend.taint import TaintChain
 from kvstrata.integration.vllm.blend.wishes import Wish, wish_of
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
@@ -110,7 +109,6 @@ class BlendScheduler(SchedulerHalf):
             min_saved_share=config.blend_min_saved_share,
         )
         self._learning = Learning(config, self._math)
-        self._taints = TaintChain(self._math.hash_tokens)
         self._candidates: dict[str, _Candidate] = {}
         self._results: dict[str, str] = {}  # of requests: values of metrics.BLEND_REQUESTS
         self._behind: dict[str, _Behind] = {}  # by request id, if ``blend_again``
@@ -128,13 +126,6 @@ class BlendScheduler(SchedulerHalf):
     ) -> int:
         """None: a request that is blended waits, for its exact prefix too."""
         return 0
-
-    def on_new_request(self, request: Request) -> None:
-        """KV that another engine sends may be approximate: it says from which token on."""
-        first = (request.kv_transfer_params or {}).get("taint_from")
-        if type(first) is int and 0 <= first < len(request.block_hashes) * self._math.hash_tokens:
-            self._taints.taint(request, first)
-        super().on_new_request(request)
 
     def tainted_from(self, request: Request) -> int | None:
         """The first token of *request*'s first approximate block, if it has one."""
@@ -306,7 +297,6 @@ class BlendScheduler(SchedulerHalf):
         self._learning.finished(request.request_id)
         self._behind.pop(request.request_id, None)
         self._drop(request)
-        self._taints.forget(request.request_id)
         if (result := self._results.pop(request.request_id, None)) is not None:
             self._counted.add_counter(metrics.BLEND_REQUESTS, (result,), 1)
             _log.debug("request %s: blending: %s", request.request_id, result)
@@ -342,11 +332,8 @@ class BlendScheduler(SchedulerHalf):
         self, tracked: Tracked, computed_tokens: int, block_ids: Callable[[], BlockIds]
     ) -> None:
         """Blocks are saved up to the first approximate one, and what is saved can be reused."""
-        first_tainted = self._taints.first_token(tracked.request.request_id)
-        before, exact = tracked.offered_blocks, computed_tokens
-        if first_tainted is not None:
-            exact = min(computed_tokens, first_tainted)
-        super()._offer(tracked, exact, block_ids)
+        before = tracked.offered_blocks
+        super()._offer(tracked, computed_tokens, block_ids)
         if before != sys.maxsize:
             request, end = tracked.request, tracked.offered_blocks
             self._learning.saved(request, self._namespace, before, end)
