@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +23,8 @@ from kvstrata.integration.vllm.blend.worker import BlendWorker
 
 BLOCK_TOKENS = 32
 REUSED_TOKENS = 40
-NOTHING = np.empty(0, np.int64)
 SERVER = bytes(16)
-NO_SLOTS: Any = SimpleNamespace(server_id=SERVER, slots=0, generations=NOTHING)
+SLOTS: Any = SimpleNamespace(server_id=SERVER, slots=9, generations=np.zeros(9, np.int64))
 
 
 @dataclass
@@ -48,15 +47,21 @@ class Recorder:
 
 @dataclass
 class Layer:
-    """``TokenPages`` of nothing, and a ``PositionCorrector`` that leaves keys as they are."""
+    """``TokenPages``, each of whose tokens is its slot and its place in it, of slots of two blocks.
+
+    Also a ``PositionCorrector`` that leaves keys as they are.
+    """
 
     tokens: int = BLOCK_TOKENS
+    written: list[dict[int, int]] = field(default_factory=list)  # place → what is there now
 
-    def read(self, pages: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(REUSED_TOKENS), torch.zeros(REUSED_TOKENS)
+    def read(self, slots: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.tensor(slots)[:, None] * 100 + torch.arange(2 * BLOCK_TOKENS)
+        return tokens.flatten(), tokens.flatten()
 
-    def write(self, *anything: Any) -> None:
-        pass
+    def write(self, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
+        assert torch.equal(keys, values)
+        self.written.append(dict(zip(places.tolist(), keys.tolist(), strict=True)))
 
     def rotation(self, *anything: Any) -> Any:
         return SimpleNamespace(apply=lambda keys: keys)
@@ -68,9 +73,9 @@ class Layer:
 ALONE: Any = SimpleNamespace(world_size=1)
 
 
-def worker_of(runner: Recorder, ranks: Any = ALONE) -> BlendWorker:
-    layer: Any = Layer()
-    source: Any = SimpleNamespace(read=lambda *anything: None)
+def worker_of(runner: Recorder, ranks: Any = ALONE, layer: Any = None) -> BlendWorker:
+    layer = layer or Layer()
+    source: Any = SimpleNamespace(per_slot=2, read=lambda mapping, slots, number: slots)
     stand_in: Any = runner
     return BlendWorker(
         [layer],
@@ -100,8 +105,8 @@ def request(
         tokens=np.zeros(200, np.int32),
         device_blocks=np.arange(1, 7, dtype=np.int32),
         plan=plan,
-        slots=NOTHING,
-        generations=NOTHING,
+        slots=np.array([4]),
+        generations=np.zeros(1, np.int64),
         first_row=np.zeros(1, np.int64),
         ratio=0.15,
         is_audited=is_audited,
@@ -130,7 +135,7 @@ def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:
     worker = worker_of(runner)
     for name, exact_blocks in (("older", 1), ("younger", 2)):
         worker.begin(request(name, exact_blocks), SERVER)
-    assert len(worker.advance(NO_SLOTS, 1000)) == 2
+    assert len(worker.advance(SLOTS, 1000)) == 2
     assert runner.forwards == [
         [("score", 72, 128)],  # up to the prompt's end, as the younger one's first
         [("score", 32, 3), ("score", 104, 96)],
@@ -147,10 +152,37 @@ def test_what_the_budget_does_not_hold_waits_and_the_oldest_ends_first() -> None
     ended: list[str] = []
     while len(ended) < 2:
         runner.forwards.clear()
-        ended += [end.request_id for end in worker.advance(NO_SLOTS, 50)]
+        ended += [end.request_id for end in worker.advance(SLOTS, 50)]
         tokens = [tokens for forward in runner.forwards for _, _, tokens in forward]
         assert 0 < sum(tokens) <= 50
     assert ended == ["older", "younger"]
+
+
+def test_of_what_is_reused_a_step_moves_no_more_than_its_budget() -> None:
+    """80 tokens from the 4th of slots 6 and 3 on, and 36 from the 39th of slots 7 and 1 on."""
+    start, length, first_row = np.array([40, 130]), np.array([80, 36]), np.array([4, 128 + 39])
+    runs = ReusedRuns(start, length, np.array([7, -3]), np.zeros(2, np.bool_))
+    plan = BlendPlan.of_runs(runs, prompt_tokens=200, block_tokens=BLOCK_TOKENS, exact_end=32)
+    asked = replace(
+        request("long", 1),
+        plan=plan,
+        slots=np.array([6, 3, 7, 1]),
+        generations=np.zeros(4, np.int64),
+        first_row=first_row,
+    )
+    runner, layer = Recorder(), Layer()
+    worker = worker_of(runner, layer=layer)
+    worker.begin(asked, SERVER)
+    assert worker.advance(SLOTS, 50) == worker.advance(SLOTS, 50) == []
+    assert runner.forwards == []
+    worker.advance(SLOTS, 50)
+    assert runner.forwards != []
+    assert [len(part) for part in layer.written] == [50, 50, 16]
+    found = {place: token for part in layer.written for place, token in part.items()}
+    expected = [600 + i for i in range(4, 64)] + [300 + i for i in range(20)]
+    expected += [700 + i for i in range(39, 64)] + [100 + i for i in range(11)]
+    positions = [*range(40, 120), *range(130, 166)]
+    assert found == dict(zip([BLOCK_TOKENS + p for p in positions], expected, strict=True))
 
 
 class TwoRanks:
@@ -215,7 +247,7 @@ def test_what_fails_on_one_rank_behind_a_forward_is_given_up_by_both(
         worker = worker_of(runner, ranks)
         for name, exact_blocks in (("older", 1), ("younger", 2)):
             worker.begin(request(name, exact_blocks), SERVER)
-        whole = {each.request_id: each.whole for each in worker.advance(NO_SLOTS, 1000)}
+        whole = {each.request_id: each.whole for each in worker.advance(SLOTS, 1000)}
         return runner.forwards, whole
 
     one, other = two_ranks.run(run)
