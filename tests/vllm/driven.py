@@ -37,6 +37,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.geometry import pages_from_tensors
 from kvstrata.integration.vllm.ranks import Region
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
@@ -82,6 +83,7 @@ class Engine:
         num_blocks: int = 200,
         policy: str = "recompute",
         groups: Sequence[KVCacheGroupSpec] = (),
+        connector: type[KVStrataConnector] = KVStrataConnector,
         **extra: Any,
     ) -> None:
         self.asynchronous = asynchronous
@@ -100,7 +102,7 @@ class Engine:
             "prefault": False,
         } | extra
         init_none_hash(sha256)
-        config = self._vllm_config(folder, settings, policy)
+        config = self._vllm_config(folder, connector, settings, policy)
         config.scheduler_config.async_scheduling = asynchronous  # which vLLM forbids on a CPU
         groups = groups or [group(full(block_size=DEVICE_TOKENS), layers=LAYERS)]
         sizes = {each.kv_cache_spec.block_size for each in groups}
@@ -163,7 +165,9 @@ class Engine:
         self.frontiers: list[Frontier] = []
 
     @staticmethod
-    def _vllm_config(folder: Path, settings: dict[str, Any], policy: str) -> VllmConfig:
+    def _vllm_config(
+        folder: Path, connector: type[KVStrataConnector], settings: dict[str, Any], policy: str
+    ) -> VllmConfig:
         return VllmConfig(
             model_config=ModelConfig(
                 model=str(folder), skip_tokenizer_init=True, max_model_len=512
@@ -178,8 +182,8 @@ class Engine:
             cache_config=CacheConfig(block_size=32, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="KVStrataConnector",
-                kv_connector_module_path="kvstrata.integration.vllm.connector",
+                kv_connector=connector.__name__,
+                kv_connector_module_path=connector.__module__,
                 kv_role="kv_both",
                 kv_load_failure_policy=policy,
                 kv_connector_extra_config=settings,

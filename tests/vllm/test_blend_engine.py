@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.machines import is_nightly
 from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, report_at_rest
+from tests.vllm.engine import Act, Ask, EngineFailed, report_at_rest
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.vllm
@@ -243,6 +243,16 @@ def test_a_later_turn_reuses_a_question_and_an_answer_behind_reused_documents(
         assert blocks * BLOCK_TOKENS - CHUNK_TOKENS < again <= blocks * BLOCK_TOKENS
         known = subject.system + subject.documents[2]
         assert subject.exact(later).cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_rope_that_is_not_the_models_is_an_error_at_start(
+    tiny_llama: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(EngineFailed, match="rope_theta is set to 12345, and the model"),
+        blending(tiny_llama, oracle, tmp_path, extra={"rope_theta": 12345}),
+    ):
+        pass
 
 
 def test_a_server_that_dies_costs_a_prefill_and_no_request(

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixt
     [
         ({"lora_request": LoRARequest("a", 1, "/nowhere")}, "adapter"),
         ({"mm_features": image()}, "images"),
+        ({"prompt_embeds": torch.zeros(TOKENS, 8)}, "embeddings"),
         ({"sampling_params": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs"),
     ],
 )

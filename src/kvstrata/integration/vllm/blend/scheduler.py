@@ -111,6 +111,7 @@ class BlendScheduler(SchedulerHalf):
         self._learning = Learning(config, self._math)
         self._candidates: dict[str, _Candidate] = {}
         self._results: dict[str, str] = {}  # of requests: values of metrics.BLEND_REQUESTS
+        self._told = {"blended", "not_asked", "not_understood"}  # results that need no telling
         self._behind: dict[str, _Behind] = {}  # by request id, if ``blend_again``
         self._counted = KVStrataStats()
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
@@ -299,7 +300,21 @@ class BlendScheduler(SchedulerHalf):
         self._drop(request)
         if (result := self._results.pop(request.request_id, None)) is not None:
             self._counted.add_counter(metrics.BLEND_REQUESTS, (result,), 1)
+            self._tell(request, result)
+
+    def _tell(self, request: Request, result: str) -> None:
+        """Of those that asked in vain, the first for each reason, which may be all for the same."""
+        if result in self._told:
             _log.debug("request %s: blending: %s", request.request_id, result)
+            return
+        self._told.add(result)
+        _log.info(
+            "request %s asked to be blended and was not: %s; more of them are told at level DEBUG "
+            "and counted in %s",
+            request.request_id,
+            result,
+            metrics.BLEND_REQUESTS.name,
+        )
 
     def not_loaded(self, device_blocks: set[int]) -> None:
         self._behind.clear()  # what stands on blocks that were not loaded is not told from the rest
