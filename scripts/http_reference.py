@@ -70,6 +70,7 @@ In `kv_transfer_params` of a request to vLLM's own server:
 |---|---|---|
 | `kvstrata_wait_seconds` | 0 to 60 | wait so long for the blocks of the prompt to be stored by somebody else ([Prefill and decode apart](prefill-decode.md)) |
 | `blend` | `true`, `false`, `{"ratio": 0.3}` | blend this request or not, and how much of it is computed anew ([Blending](blending.md)); with `kv_connector: BlendConnector` alone |
+| `taint_from` | a token of the prompt | KV that this engine receives is approximate from there on, and is kept apart ([Prefill and decode apart](prefill-decode.md#a-prefill-node-that-blends)) |
 
 The answer to a request that was blended says `{"taint_from": NUMBER}` there: the first token of the prompt
 from which on the KV is approximate.

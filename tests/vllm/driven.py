@@ -40,6 +40,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.geometry import pages_from_tensors
 from kvstrata.integration.vllm.ranks import Region
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
@@ -96,6 +97,7 @@ class Engine:
         ranks: int = 1,
         policy: str = "recompute",
         groups: Sequence[KVCacheGroupSpec] = (),
+        connector: type[KVStrataConnector] = KVStrataConnector,
         **extra: Any,
     ) -> None:
         self.asynchronous = asynchronous
@@ -114,7 +116,7 @@ class Engine:
             "prefault": False,
         } | extra
         init_none_hash(sha256)
-        config = self._vllm_config(folder, settings, policy, ranks)
+        config = self._vllm_config(folder, connector, settings, policy, ranks)
         config.scheduler_config.async_scheduling = asynchronous  # which vLLM forbids on a CPU
         groups = groups or [group(full(block_size=DEVICE_TOKENS), layers=LAYERS)]
         sizes = {each.kv_cache_spec.block_size for each in groups}
@@ -167,7 +169,13 @@ class Engine:
         self.frontiers: list[Frontier] = []
 
     @staticmethod
-    def _vllm_config(folder: Path, settings: dict[str, Any], policy: str, ranks: int) -> VllmConfig:
+    def _vllm_config(
+        folder: Path,
+        connector: type[KVStrataConnector],
+        settings: dict[str, Any],
+        policy: str,
+        ranks: int,
+    ) -> VllmConfig:
         return VllmConfig(
             model_config=ModelConfig(
                 model=str(folder), skip_tokenizer_init=True, max_model_len=512
@@ -185,8 +193,8 @@ class Engine:
                 tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else None
             ),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="KVStrataConnector",
-                kv_connector_module_path="kvstrata.integration.vllm.connector",
+                kv_connector=connector.__name__,
+                kv_connector_module_path=connector.__module__,
                 kv_role="kv_both",
                 kv_load_failure_policy=policy,
                 kv_connector_extra_config=settings,
@@ -280,6 +288,7 @@ class Engine:
         loads, saves = half._loads, half._saves
         tables = {
             "requests": half._requests,
+            "taints": half._taints._first_block,
             "lookups": loads._lookups,
             "loads": loads._running,
             "refused": loads._refused,

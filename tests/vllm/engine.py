@@ -77,6 +77,7 @@ class Answer:
     finish_reason: str | None  # None if aborted
     seconds: float  # from arrival to the last output
     embedding: list[float] = field(default_factory=list)  # of a pooling request
+    transfer: dict[str, Any] | None = None  # its kv_transfer_params
 
 
 class EngineFailed(AssertionError):
@@ -535,7 +536,11 @@ class _Child:
 
 def _generated(output: Any) -> dict[str, Any]:
     done = output.outputs[0]
-    return {"tokens": list(done.token_ids), "finish_reason": done.finish_reason}
+    return {
+        "tokens": list(done.token_ids),
+        "finish_reason": done.finish_reason,
+        "transfer": output.kv_transfer_params,
+    }
 
 
 def _pooled(output: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.machines import is_nightly
 from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, report_at_rest
+from tests.vllm.engine import Act, Ask, EngineFailed, report_at_rest
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.vllm
@@ -80,6 +80,18 @@ def test_blended_tokens_are_counted_as_of_the_host_tier(subject: Subject) -> Non
     assert cached > 0
     assert after[host] - before.get(host, 0) == cached
     assert after.get(unknown, 0) == before.get(unknown, 0)
+
+
+def test_an_answer_says_from_which_token_on_its_kv_is_approximate(subject: Subject) -> None:
+    prompt = subject.prompt(2, 0)
+    known = len(subject.system + subject.documents[2])
+    assert known == 9 * BLOCK_TOKENS  # and 3 tokens behind it, the first in another place begins
+    subject.exact(subject.system + subject.documents[2] + subject.text(3))
+    assert subject.one(prompt, True).transfer == {"taint_from": known}
+    assert subject.exact(prompt).transfer is None
+    received = Ask("passed-on", prompt, 4, transfer={"taint_from": known + 40})
+    answers = subject.run([received])
+    assert answers[received.id].transfer == {"taint_from": known + BLOCK_TOKENS}
 
 
 def test_kv_that_its_sender_calls_approximate_is_found_by_nobody(subject: Subject) -> None:
@@ -231,6 +243,16 @@ def test_a_later_turn_reuses_a_question_and_an_answer_behind_reused_documents(
         assert blocks * BLOCK_TOKENS - CHUNK_TOKENS < again <= blocks * BLOCK_TOKENS
         known = subject.system + subject.documents[2]
         assert subject.exact(later).cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_rope_that_is_not_the_models_is_an_error_at_start(
+    tiny_llama: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(EngineFailed, match="rope_theta is set to 12345, and the model"),
+        blending(tiny_llama, oracle, tmp_path, extra={"rope_theta": 12345}),
+    ):
+        pass
 
 
 def test_a_server_that_dies_costs_a_prefill_and_no_request(

@@ -32,6 +32,7 @@ KINDS = {
         {"disable_hybrid_kv_cache_manager": True},
     ),
     "fp8": Kind(TinyLlama(dtype="float32"), {"kv_cache_dtype": "fp8"}),
+    "fp8-e5m2": Kind(TinyLlama(dtype="float32"), {"kv_cache_dtype": "fp8_e5m2"}),
 }
 
 

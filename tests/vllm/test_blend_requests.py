@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -12,10 +13,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvstrata.core.load import load_config
-from kvstrata.integration.vllm.blend.taint import TaintChain
 from kvstrata.integration.vllm.blend.wishes import can_be_reused, wish_of
+from kvstrata.integration.vllm.blocks import BlockMath, GroupMath
+from kvstrata.integration.vllm.taint import TaintChain
 
 TOKENS, HASH_TOKENS = 300, 32
+MATH = BlockMath((GroupMath(HASH_TOKENS),), HASH_TOKENS, 2 * HASH_TOKENS)
 
 
 def request(name: str = "r", *, blend: object = None, **carries: Any) -> Request:
@@ -75,6 +78,7 @@ def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixt
     [
         ({"lora_request": LoRARequest("a", 1, "/nowhere")}, "adapter"),
         ({"mm_features": image()}, "images"),
+        ({"prompt_embeds": torch.zeros(TOKENS, 8)}, "embeddings"),
         ({"sampling_params": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs"),
     ],
 )
@@ -94,7 +98,7 @@ def test_tenants_can_be_blended_by_their_salt() -> None:
 
 
 def test_taint_renames_the_blocks_from_one_on_also_those_that_come_later() -> None:
-    chain, mine, other = TaintChain(HASH_TOKENS), request("mine"), request("other")
+    chain, mine, other = TaintChain(MATH), request("mine"), request("other")
     exact = list(mine.block_hashes)
     chain.taint(mine, 5 * HASH_TOKENS + 3)
     chain.taint(other, 5 * HASH_TOKENS)
@@ -111,7 +115,7 @@ def test_taint_renames_the_blocks_from_one_on_also_those_that_come_later() -> No
 
 
 def test_taint_that_is_lifted_leaves_the_names_of_the_tokens() -> None:
-    chain, mine, plain = TaintChain(HASH_TOKENS), request("mine"), request("plain")
+    chain, mine, plain = TaintChain(MATH), request("mine"), request("plain")
     chain.taint(mine, 64)
     chain.taint(mine, 32)  # planned anew
     for each in (mine, plain):

@@ -1,10 +1,12 @@
 """What the blending scheduler half offers vLLM, with a real server and no engine."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.caches import eventually
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.fake_runner import TOKENS
@@ -14,19 +16,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
 
 from kvstrata.blend.runs import Runs
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.keys import as_key_array
 from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.blend.connector import BlendConnector
 from kvstrata.integration.vllm.blend.learning import Learning
 from kvstrata.integration.vllm.blend.lookups import RunLookup
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.supported import refuse_engine
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.server import protocol as p
+
+RECURRENT = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,7 @@ from kvstrata.server import protocol as p
         ([group(chunked())], "ChunkedLocalAttentionSpec is neither full attention nor a sliding"),
         ([group(full(attention_chunk_size=128))], "reaches back to the beginning of a chunk"),
         ([group(full(), 2), group(sliding(), 2, first=2)], "2 KV cache groups .* share one with"),
+        ([group(RECURRENT)], "MambaSpec is neither full attention nor a sliding window"),
     ],
 )
 def test_an_engine_that_cannot_blend_is_refused(
@@ -44,6 +50,29 @@ def test_an_engine_that_cannot_blend_is_refused(
     config = vllm_config(folder)
     with pytest.raises(ConfigError, match=reason):
         refuse_engine(load_config({}, environ={}), config, plan(config, *groups))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "reason"),
+    [
+        ("parallel_config", {"pipeline_parallel_size": 2}, "no rank has the whole model"),
+        (
+            "parallel_config",
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "one engine cannot run it alone",
+        ),
+        ("model_config", {"multimodal_config": object()}, "positions of a multimodal model"),
+    ],
+)
+def test_an_engine_that_cannot_run_its_model_within_a_step_is_refused(
+    folder: Path, part: str, changes: dict[str, object], reason: str
+) -> None:
+    config = vllm_config(folder)
+    planned = plan(config, group(full()))
+    for name, value in changes.items():
+        setattr(getattr(config, part), name, value)
+    with pytest.raises(ConfigError, match=f"cannot blend here: [^;]*{reason}[^;]*$"):
+        refuse_engine(load_config({}, environ={}), config, planned)
 
 
 def test_an_engine_with_kv_of_another_type_is_refused(folder: Path) -> None:
@@ -107,6 +136,56 @@ def test_a_prompt_that_is_too_short_to_be_worth_it_is_not_searched(
         request = Request("short", [0] * tokens, params, None)
         assert half._candidate(request, first).result == result
     half.close()
+
+
+WORTH_IT = {
+    "blend_chunk_size": 2 * TOKENS,
+    "blend_min_saved_tokens": 40,
+    "blend_min_saved_share": 0,
+}
+
+
+def test_a_request_that_asks_in_vain_is_told_of_once_for_each_reason(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT)
+    caplog.set_level(logging.INFO, "kvstrata")
+    asked = {"blend": True}
+    for name, seed, length, transfer in (
+        ("quiet", 1, 70, None),
+        ("short", 2, 30, asked),
+        ("unknown", 3, 70, asked),
+        ("short too", 4, 20, asked),
+        ("unknown too", 5, 70, asked),
+        ("confused", 6, 70, {"blend": "perhaps"}),
+    ):
+        engine.add(name, prompt(seed, length), 2, transfer)
+        engine.run()
+    said = [r.getMessage() for r in caplog.records if "blended and was not" in r.getMessage()]
+    assert [line.partition(";")[0] for line in said] == [
+        "request short asked to be blended and was not: few_tokens",
+        "request unknown asked to be blended and was not: no_run",
+    ]
+
+
+def test_what_is_learned_of_a_tenant_is_reused_by_no_other(bench: Bench) -> None:
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT)
+    half: Any = engine.half
+    text = prompt(1, 10 * TOKENS)
+    engine.add("first", text, 2, cache_salt="A")
+    engine.run()
+
+    def later(salt: str | None) -> Request:
+        params = SamplingParams(
+            max_tokens=2, extra_args={"kv_transfer_params": {"blend": {"ratio": 0}}}
+        )
+        hasher = get_request_block_hasher(4, sha256)
+        return Request("later", [7, *text, 7], params, None, cache_salt=salt, block_hasher=hasher)
+
+    found = {s: half._learning.runs(later(s), half._namespace, 0).tokens for s in ("A", "B", None)}
+    assert found == {"A": 10 * TOKENS, "B": 0, None: 0}
+    results = {s: half._candidate(later(s), 0).result for s in ("B", None)}
+    assert results == {"B": "no_run", None: "no_run"}
 
 
 def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None:

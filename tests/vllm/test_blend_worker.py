@@ -1,23 +1,30 @@
 """A worker's turns: who runs next and with whom, and what an audited request goes through."""
 
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from tests.caches import PATIENCE_SECONDS
+from torch.distributed import ReduceOp
 
 from kvstrata.blend.plan import BlendPlan, Positions, ReusedRuns
 from kvstrata.blend.rules import TwoRoundQueryRule
-from kvstrata.blend.selection import Recompute
+from kvstrata.blend.selection import Recompute, ScoreAttention
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
+from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
 from kvstrata.integration.vllm.blend.worker import BlendWorker
 
 BLOCK_TOKENS = 32
 REUSED_TOKENS = 40
-NOTHING = np.empty(0, np.int64)
 SERVER = bytes(16)
-NO_SLOTS: Any = SimpleNamespace(server_id=SERVER, slots=0, generations=NOTHING)
+SLOTS: Any = SimpleNamespace(server_id=SERVER, slots=9, generations=np.zeros(9, np.int64))
 
 
 @dataclass
@@ -40,15 +47,21 @@ class Recorder:
 
 @dataclass
 class Layer:
-    """``TokenPages`` of nothing, and a ``PositionCorrector`` that leaves keys as they are."""
+    """``TokenPages``, each of whose tokens is its slot and its place in it, of slots of two blocks.
+
+    Also a ``PositionCorrector`` that leaves keys as they are.
+    """
 
     tokens: int = BLOCK_TOKENS
+    written: list[dict[int, int]] = field(default_factory=list)  # place → what is there now
 
-    def read(self, pages: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(REUSED_TOKENS), torch.zeros(REUSED_TOKENS)
+    def read(self, slots: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.tensor(slots)[:, None] * 100 + torch.arange(2 * BLOCK_TOKENS)
+        return tokens.flatten(), tokens.flatten()
 
-    def write(self, *anything: Any) -> None:
-        pass
+    def write(self, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
+        assert torch.equal(keys, values)
+        self.written.append(dict(zip(places.tolist(), keys.tolist(), strict=True)))
 
     def rotation(self, *anything: Any) -> Any:
         return SimpleNamespace(apply=lambda keys: keys)
@@ -57,10 +70,12 @@ class Layer:
         return id(self)
 
 
-def worker_of(runner: Recorder) -> BlendWorker:
-    layer: Any = Layer()
-    source: Any = SimpleNamespace(read=lambda *anything: None)
-    ranks: Any = SimpleNamespace(world_size=1)
+ALONE: Any = SimpleNamespace(world_size=1)
+
+
+def worker_of(runner: Recorder, ranks: Any = ALONE, layer: Any = None) -> BlendWorker:
+    layer = layer or Layer()
+    source: Any = SimpleNamespace(per_slot=2, read=lambda mapping, slots, number: slots)
     stand_in: Any = runner
     return BlendWorker(
         [layer],
@@ -90,8 +105,8 @@ def request(
         tokens=np.zeros(200, np.int32),
         device_blocks=np.arange(1, 7, dtype=np.int32),
         plan=plan,
-        slots=NOTHING,
-        generations=NOTHING,
+        slots=np.array([4]),
+        generations=np.zeros(1, np.int64),
         first_row=np.zeros(1, np.int64),
         ratio=0.15,
         is_audited=is_audited,
@@ -120,7 +135,7 @@ def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:
     worker = worker_of(runner)
     for name, exact_blocks in (("older", 1), ("younger", 2)):
         worker.begin(request(name, exact_blocks), SERVER)
-    assert len(worker.advance(NO_SLOTS, 1000)) == 2
+    assert len(worker.advance(SLOTS, 1000)) == 2
     assert runner.forwards == [
         [("score", 72, 128)],  # up to the prompt's end, as the younger one's first
         [("score", 32, 3), ("score", 104, 96)],
@@ -137,7 +152,137 @@ def test_what_the_budget_does_not_hold_waits_and_the_oldest_ends_first() -> None
     ended: list[str] = []
     while len(ended) < 2:
         runner.forwards.clear()
-        ended += [end.request_id for end in worker.advance(NO_SLOTS, 50)]
+        ended += [end.request_id for end in worker.advance(SLOTS, 50)]
         tokens = [tokens for forward in runner.forwards for _, _, tokens in forward]
         assert 0 < sum(tokens) <= 50
     assert ended == ["older", "younger"]
+
+
+def test_of_what_is_reused_a_step_moves_no_more_than_its_budget() -> None:
+    """80 tokens from the 4th of slots 6 and 3 on, and 36 from the 39th of slots 7 and 1 on."""
+    start, length, first_row = np.array([40, 130]), np.array([80, 36]), np.array([4, 128 + 39])
+    runs = ReusedRuns(start, length, np.array([7, -3]), np.zeros(2, np.bool_))
+    plan = BlendPlan.of_runs(runs, prompt_tokens=200, block_tokens=BLOCK_TOKENS, exact_end=32)
+    asked = replace(
+        request("long", 1),
+        plan=plan,
+        slots=np.array([6, 3, 7, 1]),
+        generations=np.zeros(4, np.int64),
+        first_row=first_row,
+    )
+    runner, layer = Recorder(), Layer()
+    worker = worker_of(runner, layer=layer)
+    worker.begin(asked, SERVER)
+    assert worker.advance(SLOTS, 50) == worker.advance(SLOTS, 50) == []
+    assert runner.forwards == []
+    worker.advance(SLOTS, 50)
+    assert runner.forwards != []
+    assert [len(part) for part in layer.written] == [50, 50, 16]
+    found = {place: token for part in layer.written for place, token in part.items()}
+    expected = [600 + i for i in range(4, 64)] + [300 + i for i in range(20)]
+    expected += [700 + i for i in range(39, 64)] + [100 + i for i in range(11)]
+    positions = [*range(40, 120), *range(130, 166)]
+    assert found == dict(zip([BLOCK_TOKENS + p for p in positions], expected, strict=True))
+
+
+class TwoRanks:
+    """In place of ``torch.distributed.all_reduce``: an error, and no hang, where ranks differ."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=PATIENCE_SECONDS)
+        self._shares: dict[int, torch.Tensor] = {}
+
+    def all_reduce(self, tensor: torch.Tensor, op: object = ReduceOp.MAX, *, group: int) -> None:
+        self._shares[group] = tensor.clone()
+        self._barrier.wait()
+        if len({(each.shape, each.dtype) for each in self._shares.values()}) > 1:
+            self._barrier.abort()
+        shares = torch.stack([self._shares[rank] for rank in range(2)])
+        self._barrier.wait()
+        tensor.copy_(shares.amax(0) if op == ReduceOp.MAX else shares.sum(0))
+
+    def run(self, of_rank: Callable[[int, Any], Any]) -> list[Any]:
+        """What *of_rank* returns on each rank, given its number and its group."""
+
+        def of(rank: int) -> Any:
+            return of_rank(rank, SimpleNamespace(world_size=2, cpu_group=rank))
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(of, range(2)))
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
+    made = TwoRanks()
+    monkeypatch.setattr(torch.distributed, "all_reduce", made.all_reduce)
+    return made
+
+
+@dataclass
+class Rank(Recorder):
+    """One whose forwards are collectives of both ranks, and which can fail behind one of them."""
+
+    ranks: Any = None
+    breaks_in: int = -1  # forward
+
+    def _add(self, steps: Any) -> None:
+        super()._add(steps)
+        torch.distributed.all_reduce(torch.zeros(7), group=self.ranks.cpu_group)
+        if len(self.forwards) - 1 == self.breaks_in:
+            raise MemoryError("of one rank alone")
+
+
+@pytest.mark.parametrize(
+    ("breaks_in", "ended", "last"),
+    [
+        (0, {"older": False, "younger": True}, ("recompute", 64, 94)),
+        (2, {"older": True, "younger": False}, ("recompute", 32, 126)),
+    ],
+)
+def test_what_fails_on_one_rank_behind_a_forward_is_given_up_by_both(
+    two_ranks: TwoRanks, breaks_in: int, ended: dict[str, bool], last: tuple[str, int, int]
+) -> None:
+    def run(rank: int, ranks: Any) -> Any:
+        runner = Rank(ranks=ranks, breaks_in=breaks_in if rank == 1 else -1)
+        worker = worker_of(runner, ranks)
+        for name, exact_blocks in (("older", 1), ("younger", 2)):
+            worker.begin(request(name, exact_blocks), SERVER)
+        whole = {each.request_id: each.whole for each in worker.advance(SLOTS, 1000)}
+        return runner.forwards, whole
+
+    one, other = two_ranks.run(run)
+    assert one == other
+    forwards, whole = one
+    assert whole == ended
+    assert forwards[-1] == [last]
+
+
+def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(
+    two_ranks: TwoRanks,
+) -> None:
+    prompt = Prompt(torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    positions = np.arange(8)
+
+    def run(rank: int, ranks: Any) -> str:
+        def read_keys(blocks: torch.Tensor) -> torch.Tensor:
+            if rank == 1:
+                raise MemoryError("of one rank alone")
+            return torch.ones(8, 1, 4)
+
+        layer: Any = SimpleNamespace(
+            sliding_window=None, head_size=4, impl=SimpleNamespace(scale=1.0)
+        )
+        pages: Any = SimpleNamespace(tokens=8, read_keys=read_keys)
+        nested: Any = SimpleNamespace(run=lambda parts: None)
+        taps: Any = SimpleNamespace(
+            until=lambda last, wanted: nullcontext({0: torch.ones(8, 1, 4)})
+        )
+        runner = StepRunner(nested, [pages], [layer], taps, (0,), ranks)
+        try:
+            (scores,) = runner.run([prompt], [ScoreAttention(positions, positions[-1:])])
+        except MemoryError:
+            return "failed"
+        assert scores.tolist() == [0.125] * 8
+        return "scored"
+
+    assert two_ranks.run(run) == ["scored", "failed"]

@@ -171,9 +171,9 @@ class Economy:
         return prefill_tokens - 1 < self._min_tokens
 
     def decide(self, plan: BlendPlan, work_tokens: float) -> Decision:
-        """Judge *plan* by all it costs, in tokens of prefill that take as long.
+        """Judge *plan* by *work_tokens*, those of a prefill that would take as long: of ``Rule``.
 
-        That is ``Rule.work_tokens``, and what loading and moving the runs takes.
+        What loading and moving the runs takes is left out.
         """
         prefill = plan.prompt_tokens - plan.exact_end
         saved = plan.end - plan.exact_end - work_tokens

@@ -13,11 +13,13 @@ from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.integration.vllm.at_once import AtOnce
 from kvstrata.integration.vllm.awaits import Awaits
-from kvstrata.integration.vllm.blocks import BlockIds, BlockMath
+from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.metadata import Load
+from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.spans import Origin, RequestSpans, lowest_tier
+from kvstrata.integration.vllm.taint import TaintChain
 from kvstrata.manager.tasks import UNSETTLED, TaskState, TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
@@ -35,7 +37,7 @@ class _Lookup:
     pending: Pending
     connection: int
     first_block: int
-    known_blocks: int  # blocks that the request had when it was asked
+    known_blocks: int  # exact blocks that the request had when it was asked
     keys: list[BlockKey]
     computed_tokens: int = 0  # on the device, as of the last answer to vLLM
     at_once: bool = False  # the request runs in the step that loads it, as of that answer
@@ -83,19 +85,20 @@ class Loads:
     def __init__(
         self,
         config: Config,
-        math: BlockMath,
+        identity: EngineIdentity,
         link: CacheLink,
+        taints: TaintChain,
         *,
-        world_size: int,
         limits: LoadLimits,
         spans: RequestSpans | None = None,
     ) -> None:
         self._config = config
         self._at_once = AtOnce(limits.blocks_at_once)
         self._spans = spans
-        self._math = math
+        self._math = identity.math
         self._link = link
-        self._world_size = world_size
+        self._taints = taints
+        self._world_size = identity.world_size
         self._limit = limits.lookups
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
@@ -123,7 +126,7 @@ class Loads:
             return tokens
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
-            asks_for_more = self._math.known_blocks(request) * self._math.tokens > computed
+            asks_for_more = self._taints.exact_blocks(request) * self._math.tokens > computed
             return None if asks_for_more and not self._link.ready else tokens
         if lookup.is_whole and lookup.connection == self._link.number:
             return tokens
@@ -305,7 +308,7 @@ class Loads:
             lookup is None
             or lookup.connection != self._link.number
             or lookup.first_block * self._math.tokens > computed
-            or lookup.known_blocks != self._math.known_blocks(request)
+            or lookup.known_blocks != self._taints.exact_blocks(request)
             or lookup.age_seconds > STALE_SECONDS + self._config.load_timeout_seconds
         ):
             self._drop(request.request_id)
@@ -314,7 +317,7 @@ class Loads:
 
     def _ask(self, request: Request, namespace: NamespaceId, computed: int) -> None:
         first = computed // self._math.tokens
-        known = self._math.known_blocks(request)
+        known = self._taints.exact_blocks(request)
         if not self._link.ready or first >= known or known * self._math.tokens <= computed:
             return
         keys = self._math.keys(request, first, known)

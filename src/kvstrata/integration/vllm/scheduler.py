@@ -36,6 +36,7 @@ from kvstrata.integration.vllm.prefill_rate import PrefillRate
 from kvstrata.integration.vllm.saves import Saves
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.spans import spans_of
+from kvstrata.integration.vllm.taint import TaintChain
 from kvstrata.server import protocol as p
 from kvstrata.server.embedded import EmbeddedServer
 
@@ -90,6 +91,7 @@ class SchedulerHalf:
         self._base, self._parts = _kept_apart(fingerprint, identity.block_format, altered_by)
         self._namespace = self._base
         self._requests: dict[str, Tracked] = {}
+        self._taints = TaintChain(self._math)
         self._due = DueRequests()
         self._admitted: list[Admitted] = []  # to the step being scheduled
         self._is_ahead = vllm_config.scheduler_config.async_scheduling
@@ -107,9 +109,9 @@ class SchedulerHalf:
         self._meter = Meter(config, self._link)
         self._loads = Loads(
             config,
-            self._math,
+            identity,
             self._link,
-            world_size=self._world_size,
+            self._taints,
             limits=LoadLimits(
                 2 * vllm_config.scheduler_config.max_num_seqs,
                 self._blocks_at_once(config, vllm_config, identity),
@@ -141,6 +143,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         self._link.tick()
         self._requests[request.request_id] = Tracked(request)
+        self._taints.receive(request)
         if self._loads_wanted:
             self._loads.expect(request, self._namespace, self._pool)
 
@@ -223,6 +226,7 @@ class SchedulerHalf:
             # The last sampled token was never an input, so it has no KV.
             self._offer(tracked, min(computed, request.num_tokens - 1), lambda: block_ids)
         self._loads.finished(request.request_id)
+        self._taints.forget(request.request_id)
 
     @property
     def holds_blocks(self) -> bool:
@@ -312,8 +316,7 @@ class SchedulerHalf:
     def _offer(
         self, tracked: Tracked, computed_tokens: int, block_ids: Callable[[], BlockIds]
     ) -> None:
-        math = self._math
-        end = min(computed_tokens // math.tokens, math.known_blocks(tracked.request))
+        end = min(computed_tokens // self._math.tokens, self._taints.exact_blocks(tracked.request))
         if end <= tracked.offered_blocks or not (ids := block_ids()):
             return
         first = tracked.offered_blocks

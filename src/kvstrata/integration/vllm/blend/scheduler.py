@@ -22,7 +22,6 @@ from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta, BlendRequestMeta
 from kvstrata.integration.vllm.blend.room import Room
 from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
-from kvstrata.integration.vllm.blend.taint import TaintChain
 from kvstrata.integration.vllm.blend.wishes import Wish, wish_of
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
@@ -110,9 +109,9 @@ class BlendScheduler(SchedulerHalf):
             min_saved_share=config.blend_min_saved_share,
         )
         self._learning = Learning(config, self._math)
-        self._taints = TaintChain(self._math.hash_tokens)
         self._candidates: dict[str, _Candidate] = {}
         self._results: dict[str, str] = {}  # of requests: values of metrics.BLEND_REQUESTS
+        self._told = {"blended", "not_asked", "not_understood"}  # results that need no telling
         self._behind: dict[str, _Behind] = {}  # by request id, if ``blend_again``
         self._counted = KVStrataStats()
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
@@ -128,13 +127,6 @@ class BlendScheduler(SchedulerHalf):
     ) -> int:
         """None: a request that is blended waits, for its exact prefix too."""
         return 0
-
-    def on_new_request(self, request: Request) -> None:
-        """KV that another engine sends may be approximate: it says from which token on."""
-        first = (request.kv_transfer_params or {}).get("taint_from")
-        if type(first) is int and 0 <= first < len(request.block_hashes) * self._math.hash_tokens:
-            self._taints.taint(request, first)
-        super().on_new_request(request)
 
     def tainted_from(self, request: Request) -> int | None:
         """The first token of *request*'s first approximate block, if it has one."""
@@ -306,10 +298,23 @@ class BlendScheduler(SchedulerHalf):
         self._learning.finished(request.request_id)
         self._behind.pop(request.request_id, None)
         self._drop(request)
-        self._taints.forget(request.request_id)
         if (result := self._results.pop(request.request_id, None)) is not None:
             self._counted.add_counter(metrics.BLEND_REQUESTS, (result,), 1)
+            self._tell(request, result)
+
+    def _tell(self, request: Request, result: str) -> None:
+        """Of those that asked in vain, the first for each reason, which may be all for the same."""
+        if result in self._told:
             _log.debug("request %s: blending: %s", request.request_id, result)
+            return
+        self._told.add(result)
+        _log.info(
+            "request %s asked to be blended and was not: %s; more of them are told at level DEBUG "
+            "and counted in %s",
+            request.request_id,
+            result,
+            metrics.BLEND_REQUESTS.name,
+        )
 
     def not_loaded(self, device_blocks: set[int]) -> None:
         self._behind.clear()  # what stands on blocks that were not loaded is not told from the rest
@@ -342,11 +347,8 @@ class BlendScheduler(SchedulerHalf):
         self, tracked: Tracked, computed_tokens: int, block_ids: Callable[[], BlockIds]
     ) -> None:
         """Blocks are saved up to the first approximate one, and what is saved can be reused."""
-        first_tainted = self._taints.first_token(tracked.request.request_id)
-        before, exact = tracked.offered_blocks, computed_tokens
-        if first_tainted is not None:
-            exact = min(computed_tokens, first_tainted)
-        super()._offer(tracked, exact, block_ids)
+        before = tracked.offered_blocks
+        super()._offer(tracked, computed_tokens, block_ids)
         if before != sys.maxsize:
             request, end = tracked.request, tracked.offered_blocks
             self._learning.saved(request, self._namespace, before, end)

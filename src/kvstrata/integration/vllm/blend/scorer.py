@@ -1,6 +1,7 @@
 """The steps of a rule, run by the engine's model over the engine's cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +96,15 @@ class StepRunner:
     ) -> list[Scores]:
         queries = self._forward(prompts, positions, self._scored[-1], self._scored)
         scores = [torch.zeros(len(prompt.tokens)) for prompt in prompts]
-        for number, query in queries.items():
-            theirs = query.split([len(each) for each in positions])
-            for i, prompt in enumerate(prompts):
-                rows = torch.searchsorted(positions[i], probes[i])
-                first, most = self._most_attention(number, theirs[i][rows], probes[i], prompt)
-                reached = scores[i][first : first + len(most)]
-                torch.maximum(reached, most, out=reached)
-        return [self._over_ranks(each, torch.distributed.ReduceOp.MAX) for each in scores]
+        with self._over_ranks(scores, torch.distributed.ReduceOp.MAX):
+            for number, query in queries.items():
+                theirs = query.split([len(each) for each in positions])
+                for i, prompt in enumerate(prompts):
+                    rows = torch.searchsorted(positions[i], probes[i])
+                    first, most = self._most_attention(number, theirs[i][rows], probes[i], prompt)
+                    reached = scores[i][first : first + len(most)]
+                    torch.maximum(reached, most, out=reached)
+        return [each.numpy() for each in scores]
 
     def _most_attention(
         self, number: int, query: torch.Tensor, probes: torch.Tensor, prompt: Prompt
@@ -133,19 +135,27 @@ class StepRunner:
     ) -> list[Scores]:
         before = [self._read(p, each, layer) for p, each in zip(prompts, positions, strict=True)]
         self._forward(prompts, positions, layer)
-        scores = []
-        for prompt, each, old in zip(prompts, positions, before, strict=True):
-            deviation = torch.zeros(len(prompt.tokens))
-            for was, now in zip(old, self._read(prompt, each, layer), strict=True):
-                deviation[each] += (now.float() - was.float()).square().sum((1, 2)).cpu()
-            scores.append(self._over_ranks(deviation, torch.distributed.ReduceOp.SUM))
-        return scores
+        scores = [torch.zeros(len(prompt.tokens)) for prompt in prompts]
+        with self._over_ranks(scores, torch.distributed.ReduceOp.SUM):
+            for i, prompt in enumerate(prompts):
+                after = self._read(prompt, positions[i], layer)
+                for was, now in zip(before[i], after, strict=True):
+                    changes = (now.float() - was.float()).square().sum((1, 2))
+                    scores[i][positions[i]] += changes.cpu()
+        return [each.numpy() for each in scores]
 
     def _read(self, prompt: Prompt, positions: torch.Tensor, layer: int) -> list[torch.Tensor]:
         return [part[positions] for part in self._layers[layer].read_blocks(prompt.device_blocks)]
 
-    def _over_ranks(self, scores: torch.Tensor, operation: Any) -> Scores:
-        if self._ranks.world_size > 1:
-            torch.distributed.all_reduce(scores, operation, group=self._ranks.cpu_group)
-        found: Scores = scores.numpy()
-        return found
+    @contextmanager
+    def _over_ranks(self, scores: Sequence[torch.Tensor], operation: Any) -> Iterator[None]:
+        """*scores*, filled within with those of this rank, become those of all.
+
+        Also a rank that fails to fill them takes part: the others wait for it.
+        """
+        try:
+            yield
+        finally:
+            if self._ranks.world_size > 1:
+                for each in scores:
+                    torch.distributed.all_reduce(each, operation, group=self._ranks.cpu_group)

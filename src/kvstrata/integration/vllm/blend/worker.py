@@ -1,7 +1,9 @@
 """A worker's share of blending: reused KV moved to its new places, chosen tokens computed.
 
 All ranks get the same requests in the same order and take the same steps, since each forward of
-the model is a collective. Where one rank has a doubt, all give the request up together.
+the model is a collective. Where one rank has a doubt, all give the request up together, before the
+next forward. A forward that dies on one rank, within the model's collectives, is vLLM's: the others
+wait in it, as they would in a step of the engine.
 """
 
 import enum
@@ -65,6 +67,7 @@ class _Job:
     prompt: Prompt
     awaits_load: bool
     stage: _Stage
+    moved_tokens: int = 0  # of its runs, the first ones
     selection: Selection | None = None  # what this stage runs, once it has begun
     scores: Scores | None = None  # of the part of a split step that has been run
     failed: bool = False
@@ -127,14 +130,16 @@ class BlendWorker:
         return False
 
     def advance(self, mapping: HostMapping | None, budget_tokens: int) -> list[Ended]:
-        """Run up to *budget_tokens* tokens through the model; what has ended by that."""
+        """Move up to *budget_tokens* tokens, and run as many; what has ended by that."""
         self._agree()
+        to_move = budget_tokens
         for job in self._jobs:
             if job.can_begin:
-                self._begin_stage(job, mapping)
+                to_move -= self._begin_stage(job, mapping, to_move)
         self._agree()
         while budget_tokens > 0 and (batch := self._batch(budget_tokens)):
             budget_tokens -= self._run(batch, budget_tokens)
+            self._agree()
         over = [job for job in self._jobs if job.is_over]
         self._jobs = [job for job in self._jobs if not job.is_over]
         return [
@@ -152,20 +157,27 @@ class BlendWorker:
         for job, (awaits, failed) in zip(self._jobs, flags.bool().tolist(), strict=True):
             job.awaits_load, job.failed = awaits, failed
 
-    def _begin_stage(self, job: _Job, mapping: HostMapping | None) -> None:
+    def _begin_stage(self, job: _Job, mapping: HostMapping | None, budget_tokens: int) -> int:
+        """Move what *job* reuses, then choose its first step; how many tokens were moved."""
         request = job.request
         if job.stage is _Stage.EXACT:
             job.selection = job.from_token(request.plan.exact_end)
-            return
+            return 0
+        first, all_tokens = job.moved_tokens, int(request.plan.runs.length.sum())
+        job.moved_tokens = min(first + budget_tokens, all_tokens)
         try:
-            mapped = current(mapping, job.server_id)
-            check_generations(mapped, request.slots, request.generations)
-            self._write(request, job.prompt, mapped)
-            check_generations(mapped, request.slots, request.generations)
-            job.selection = self._rule(request.ratio).select(request.plan, len(request.tokens))
+            if job.moved_tokens > first:
+                mapped = current(mapping, job.server_id)
+                check_generations(mapped, request.slots, request.generations)
+                self._move(job, mapped, slice(first, job.moved_tokens))
+                check_generations(mapped, request.slots, request.generations)
+            if job.moved_tokens == all_tokens:
+                rule = self._rule(request.ratio)
+                job.selection = rule.select(request.plan, len(request.tokens))
         except Exception as e:  # noqa: BLE001 - whatever is wrong costs a recompute, not the engine
             self._give_up(job, e)
         self._end_stage(job)
+        return job.moved_tokens - first
 
     def _end_stage(self, job: _Job) -> None:
         """Go on to the next stage, if nothing is left to be run in this one."""
@@ -178,23 +190,26 @@ class BlendWorker:
         else:
             job.stage, job.selection = _Stage.OVER, None
 
-    def _write(self, request: BlendRequestMeta, prompt: Prompt, mapping: HostMapping) -> None:
+    def _move(self, job: _Job, mapping: HostMapping, part: slice) -> None:
+        """*part* of the tokens in runs, from their slots to their places in the cache."""
+        request, block_tokens = job.request, self._layers[0].tokens
         start, length, delta, _ = request.plan.runs
-        targets = request.plan.runs.tokens()
-        if (
-            request.device_blocks[request.plan.exact_end // self._layers[0].tokens :] == NULL_BLOCK
-        ).any():
+        first_block = request.plan.exact_end // block_tokens
+        if (request.device_blocks[first_block:] == NULL_BLOCK).any():
             raise InvariantViolated("a token to be blended has no place in the cache")
-        sources = targets - np.repeat(delta, length)
-        rows = torch.from_numpy(targets - np.repeat(start - request.first_row, length))
-        block_size = self._layers[0].tokens
-        places = slots_of(torch.from_numpy(targets), prompt.device_blocks, block_size)
+        targets = request.plan.runs.tokens()[part]
+        sources = targets - np.repeat(delta, length)[part]
+        rows = targets - np.repeat(start - request.first_row, length)[part]
+        per_slot = self._source.per_slot * block_tokens
+        slots = request.slots[rows[0] // per_slot : rows[-1] // per_slot + 1]
+        chosen = torch.from_numpy(rows - rows[0] // per_slot * per_slot)
+        places = slots_of(torch.from_numpy(targets), job.prompt.device_blocks, block_tokens)
         rotations = {c: c.rotation(sources, targets) for c in set(self._correctors)}
         for number, (layer, corrector) in enumerate(
             zip(self._layers, self._correctors, strict=True)
         ):
-            keys, values = layer.read(self._source.read(mapping, request.slots, number))
-            keys, values = keys.index_select(0, rows), values.index_select(0, rows)
+            keys, values = layer.read(self._source.read(mapping, slots, number))
+            keys, values = keys.index_select(0, chosen), values.index_select(0, chosen)
             layer.write(rotations[corrector].apply(keys), values, places)
 
     def _batch(self, budget_tokens: int) -> list[tuple[_Job, Step]]:
