@@ -20,6 +20,7 @@ class BruteSource:
     position: int
     keys: list[bytes]
     generation: int
+    number: int = 0  # of those ever stored
 
 
 @dataclass
@@ -31,6 +32,7 @@ class BruteSources:
     windows: dict[tuple[bytes, tuple[int, ...]], tuple[BruteSource, int]] = field(
         default_factory=dict
     )
+    stored: int = 0
 
     def add(self, new: BruteSource) -> int:
         found = self.search(new.domain, new.tokens, 0, len(new.tokens))
@@ -58,7 +60,10 @@ class BruteSources:
         rows = [(skip + offset) // self.block for offset in (start, end - 1)]
         keys = piece.keys[rows[0] : rows[1] + 1]
         tokens = piece.tokens[start:end]
-        source = BruteSource(piece.domain, tokens, piece.position + start, keys, piece.generation)
+        self.stored += 1
+        source = BruteSource(
+            piece.domain, tokens, piece.position + start, keys, piece.generation, self.stored
+        )
         took = False
         for offset in range(0, end - start - self.grid + 1, self.grid):
             window = (piece.domain, tuple(tokens[offset : offset + self.grid]))
@@ -76,8 +81,10 @@ class BruteSources:
 
     def forget(self, keys: list[bytes]) -> int:
         before = sum(len(s.tokens) for s in self.sources)
-        for source in [s for s in self.sources if set(s.keys) & set(keys)]:
+        cut = [source for source in self.sources if set(source.keys) & set(keys)]
+        for source in cut:
             self.drop(source)
+        for source in sorted(cut, key=lambda source: source.number):
             start = 0
             alive = [
                 source.keys[(source.position + at) // self.block - source.position // self.block]

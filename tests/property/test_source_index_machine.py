@@ -12,6 +12,7 @@ from kvstrata.blend.source_index import SourceIndex
 
 GRID, BLOCK, CAPACITY = 3, 4, 40
 DOMAINS = (b"", b"tenant")
+NOBODYS_KEY = b"\xff" * 32
 
 domains = st.sampled_from(DOMAINS)
 prompts = st.lists(st.integers(0, 2), max_size=24)
@@ -106,7 +107,7 @@ class SourceIndexMachine(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         offered = [key for source in self.brute.sources for key in source.keys]
         choice = st.lists(
-            st.sampled_from(offered or sorted(self.donors) or [bytes(32)]), max_size=3
+            st.sampled_from(offered or sorted(self.donors) or [NOBODYS_KEY]), max_size=3
         )
         keys = data.draw(choice)
         lost = self.index.forget(keys)

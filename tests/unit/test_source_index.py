@@ -376,3 +376,15 @@ def test_statistics_count_what_is_held() -> None:
     counts = index.statistics()
     assert counts[:3] == (1, 6400, 100)
     assert counts.nbytes > 6400 * 4 + 401 * 32
+
+
+def test_what_remains_of_a_source_is_found_though_another_that_knew_it_goes_too() -> None:
+    index = SourceIndex(Fingerprints(3), tokens_per_block=4, capacity_tokens=40)
+    first, second = np.array([7, 1, 2, 3, 8, 9, 10], np.uint32), np.arange(1, 7, dtype=np.uint32)
+    keys = np.random.default_rng(0).integers(0, 256, (5, 32), dtype=np.uint8)
+    assert index.add(b"", first, 3, keys[:3]) == 7
+    assert index.add(b"", second, 0, keys[3:]) == 6
+    assert index.forget(keys[[0, 3]]) == 7  # of the second nothing as long as a window remains
+    runs = index.match(b"", np.array([1, 2, 3], np.uint32))
+    assert (runs.start.tolist(), runs.length.tolist()) == ([0], [3])
+    assert (runs.keys == keys[1:2]).all()

@@ -37,8 +37,10 @@ class Sibling:
             done = execute(output)
             if self.has_ended:
                 self.has_ended = False
-                done.kv_connector_output.finished_recving |= {"b"}
-                done.kv_connector_output.failed_recving |= {"b"} if self.has_failed else set()
+                told = done.kv_connector_output
+                told.finished_recving = (told.finished_recving or set()) | {"b"}
+                if self.has_failed:
+                    told.failed_recving = (told.failed_recving or set()) | {"b"}
             return done
 
         def invalid() -> set[int]:

@@ -155,9 +155,10 @@ class SourceIndex:
         for number, row in zip(*self._blocks.holders(entries), strict=True):
             gone.setdefault(number, set()).add(row)
         before = self._tokens
-        for number, rows in gone.items():
-            source = self._remove(number)
-            for start, end in self._remains(source, sorted(rows)):
+        # All go before what remains of any is stored, or it would count as known by what is to go.
+        cut = [(self._remove(number), sorted(gone[number])) for number in sorted(gone)]
+        for source, rows in cut:
+            for start, end in self._remains(source, rows):
                 if self._store(source, start, end):
                     self._sources.move_to_end(next(reversed(self._sources)), last=False)
         return before - self._tokens

@@ -1,8 +1,9 @@
 """Block hashes of requests with approximate KV: private ones, from the first approximate block on.
 
-KV that is blended, here or by the engine that sends it, is another value than what its tokens name. vLLM chains the hash of a block to
-the one before, so a random one in their place makes all after it random too: no prefix cache, no
-store and no KV event ever takes such a block for exact, and those before it stay shared.
+KV that is blended, here or by the engine that sends it, is another value than what its tokens name.
+vLLM chains the hash of a block to the one before, so a random one in their place makes all after it
+random too: no prefix cache, no store and no KV event ever takes such a block for exact, and those
+before it stay shared.
 """
 
 import secrets
