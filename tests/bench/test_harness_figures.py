@@ -22,6 +22,7 @@ def row(
     name: str = "chat",
     tier: Tier | None = None,
     as_meant: bool = True,
+    step: int = 0,
 ) -> Measured:
     used: dict[Role, Usage] = {
         "client": Usage(0.1),
@@ -31,7 +32,7 @@ def row(
     return Measured(
         "single" if tier else "chat",
         round,
-        0,
+        step,
         name,
         contender,
         2.0,
@@ -139,6 +140,21 @@ def test_answers_that_are_other_tokens_than_without_a_connector_are_told() -> No
     (none,) = results.figures("single", "miss, 9 tokens")
     (native,) = results.figures("single", "host hit, 9 tokens")
     assert (none.differing, native.differing) == (0, 1)  # nobody else was asked in the last round
+
+
+def test_each_of_several_misses_is_compared_with_the_same_prompt() -> None:
+    name = "miss, 9 tokens"
+    rows = [
+        row(contender, answer(2.0, tokens_hash=found), name=name, tier="none", step=step)
+        for contender, answers in (("none", (7, 8)), ("native", (7, 9)))
+        for step, found in enumerate(answers)
+    ]
+    rows += [
+        row("native", answer(1.0, tokens_hash=8), name="host hit, 9 tokens", tier="host", step=2)
+    ]
+    results = Results(rows, [], 1.0)
+    assert [figures.differing for figures in results.figures("single", name)] == [0, 1]
+    assert [f.differing for f in results.figures("single", "host hit, 9 tokens")] == [0]
 
 
 def test_what_a_killed_server_or_a_dead_engine_has_used_is_not_shown_as_nothing() -> None:

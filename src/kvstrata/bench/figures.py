@@ -143,12 +143,16 @@ class Results:
         )
 
     def _differing(self, row: Measured) -> int:
-        """Of what no connector was not asked there is nothing to compare with."""
-        cold = self._rows.get((row.workload, _cold_step(row)), {}).get("none", ())
+        """Of what no connector was not asked there is nothing to compare with.
+
+        Of several misses of one length each is another prompt, and the last is that of the hits.
+        """
+        name = _cold_step(row)
+        cold = self._rows.get((row.workload, name), {}).get("none", ())
         meant = {
             (answer.conversation, answer.turn): answer.tokens_hash
             for other in cold
-            if other.round == row.round
+            if other.round == row.round and (row.name != name or row.step == other.step)
             for answer in _answered(other)
         }
         return sum(
