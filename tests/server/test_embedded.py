@@ -46,8 +46,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def child(config: Config, path: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(config, path, block_bytes=BLOCK_BYTES)
+def child(config: Config, path: Path, *, shares_session: bool = False) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(config, path, block_bytes=BLOCK_BYTES, shares_session=shares_session)
     try:
         yield server
     finally:
@@ -111,17 +111,20 @@ def test_child_ends_when_its_parent_is_killed(tmp_path: Path, path: Path) -> Non
     assert blocks_on_disk(tmp_path / "disk") == 20
 
 
-def test_child_does_not_hear_the_terminals_interrupt(path: Path) -> None:
-    with child(config(4), path) as server:
+@pytest.mark.parametrize("shares_session", [False, True])
+def test_child_does_not_hear_the_terminals_interrupt(path: Path, shares_session: bool) -> None:
+    with child(config(4), path, shares_session=shares_session) as server:
         os.kill(server.pid, signal.SIGINT)
         observe(path).close()
         assert os.getpgid(server.pid) != os.getpgid(0)
 
 
-def test_child_is_scheduled_with_its_engine(path: Path) -> None:
-    """Linux may schedule by session: workers that spin then leave nothing to another one."""
-    with child(config(4), path) as server:
-        assert os.getsid(server.pid) == os.getsid(0)
+@pytest.mark.parametrize("shares_session", [False, True])
+def test_child_is_scheduled_with_an_engine_whose_workers_spin(
+    path: Path, shares_session: bool
+) -> None:
+    with child(config(4), path, shares_session=shares_session) as server:
+        assert (os.getsid(server.pid) == os.getsid(0)) is shares_session
 
 
 def test_child_logs_to_a_terminal_that_stops_what_writes_from_behind(path: Path) -> None:

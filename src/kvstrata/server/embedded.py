@@ -32,9 +32,18 @@ class EmbeddedServer:
     """
 
     def __init__(
-        self, config: Config, path: Path, *, block_bytes: int, block_format: BlockFormat = EXACT
+        self,
+        config: Config,
+        path: Path,
+        *,
+        block_bytes: int,
+        block_format: BlockFormat = EXACT,
+        shares_session: bool = False,
     ) -> None:
         """Start the server and wait until it serves, ``start_timeout_seconds`` at most.
+
+        Linux may schedule by session. With *shares_session* it is that of this process, which an
+        engine needs whose workers spin: they leave nothing to another one. Otherwise it has its own.
 
         Raises the server's own ``ConfigError`` if it cannot serve with this configuration, and
         ``ServerUnavailable`` if it does not get ready in time.
@@ -42,6 +51,7 @@ class EmbeddedServer:
         remove_dead_sockets()
         self._orders = ChildOrders(config_to_json(config), str(path), block_bytes, block_format)
         self._retry_seconds = config.reconnect_seconds
+        self._shares_session = shares_session
         self._launch()
         try:
             ready = self._wait_ready(config.start_timeout_seconds)
@@ -82,7 +92,9 @@ class EmbeddedServer:
             [sys.executable, "-m", "kvstrata.server.main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # a Ctrl-C at the terminal is the engine's; a session is scheduled apart
+            # Either way a Ctrl-C at the terminal is the engine's.
+            start_new_session=not self._shares_session,
+            process_group=0 if self._shares_session else None,
         )
         assert self._launcher.stdin is not None
         assert self._launcher.stdout is not None

@@ -358,6 +358,7 @@ def _line_to_server(config: Config, identity: EngineIdentity, *, persistent: boo
             identity.socket,
             block_bytes=identity.block_bytes,
             block_format=identity.block_format,
+            shares_session=identity.world_size > 1,
         )
     return CacheLink(config, identity.socket, hello, server)
 
