@@ -119,9 +119,8 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     moved_bytes: dict[str, int]  # as ``Counters`` of the two sides that count
     tier: Tier | None = None
     as_meant: bool = True  # it was the hit, of the size and from the tier, that it should be
-    silent_seconds: float | None = (
-        None  # from the end of a restarted engine to the next first token
-    )
+    # From the end of a restarted engine to the next first token.
+    silent_seconds: float | None = None
 
 
 class Rates(msgspec.Struct, frozen=True, tag=True):

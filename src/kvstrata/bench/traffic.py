@@ -84,9 +84,8 @@ class Ran(msgspec.Struct, tag=True):
     seconds: float
     answers: list[Answer]
     engine_died: bool = False  # of this or before: nothing more will be answered
-    silent_seconds: float | None = (
-        None  # from the end of a restarted engine to the next first token
-    )
+    # From the end of a restarted engine to the next first token.
+    silent_seconds: float | None = None
 
 
 class WasReset(msgspec.Struct, tag=True):
