@@ -33,8 +33,8 @@ def can_be_reused(request: Request) -> bool:
 def wish_of(request: Request, config: Config) -> Wish:
     """What *request* says in ``kv_transfer_params["blend"]``, or else the configuration.
 
-    ``true``, ``{"ratio": 0.3}`` or ``{"ratio": "safe"}`` ask for it and ``false`` forbids it. What is not understood is
-    logged, and the request is computed.
+    ``true``, ``{"ratio": 0.3}`` or ``{"ratio": "safe"}`` ask for it and ``false`` forbids it. What
+    is not understood is logged, and the request is computed.
     """
     said = (request.kv_transfer_params or {}).get("blend")
     if said is None and (config.blend == "all" or request.cache_salt in config.blend_salts):
