@@ -144,6 +144,18 @@ MUTANTS = (
         "save.whole_blocks",
     ),
     Mutant(
+        "report: of a save, twice by one rank, stands for another",
+        "saves.py",
+        "save.workers_left &= ~workers",
+        "save.workers_left >>= 1",
+    ),
+    Mutant(
+        "report: of a load, twice by one rank, stands for another",
+        "loads.py",
+        "load.workers_left &= ~workers",
+        "load.workers_left >>= 1",
+    ),
+    Mutant(
         "touch: not at all",
         "blocks.py",
         "        self._pool.touch(blocks)\n",

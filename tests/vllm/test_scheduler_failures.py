@@ -1,13 +1,14 @@
 """Copies that fail under the scheduler half."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.caches import PATIENCE_SECONDS, eventually
+from tests.caches import PATIENCE_SECONDS, eventually, host_slot, known
 from tests.vllm.bench import Bench, prompt, start
-from tests.vllm.faults import Copies
+from tests.vllm.faults import Again, Copies
 from tests.vllm.plans import copiers
 from vllm.v1.request import RequestStatus
 
@@ -51,6 +52,36 @@ def test_what_fails_on_one_rank_alone_is_computed_by_all_and_not_kept(folder: Pa
         engine.serve("c", prompt(1, 60), 2)
         assert (ranks[0].failed_loads, ranks[1].failed_loads) == (0, 1)
         assert bench.counters()["kvstrata_failed_loads_total"] == 1
+
+
+def test_a_report_that_comes_twice_stands_for_no_other_rank(folder: Path) -> None:
+    with start(folder, 400, ranks=2) as bench:
+        engine = bench.engine(ranks=2)
+        ranks = [Copies(engine, 0), Copies(engine, 1)]
+        again = Again(engine.connector)
+        again.on = True
+        ranks[1].hold()
+        engine.add("a", prompt(1, 60), 2)
+        for _ in range(20):
+            engine.step()
+            time.sleep(0.005)  # for the copies of the first rank
+        assert all(host_slot(bench.manager, key) < 0 for key in known(bench.manager))
+        ranks[1].go()
+        engine.run()
+        assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) == 7
+        engine.forget_device()
+        engine.add("c", prompt(2, 8), 40)  # in steps with nothing to compute loads are made at once
+        engine.step()
+        ranks[1].hold()
+        engine.add("b", prompt(1, 60), 2)
+        for _ in range(20):
+            engine.step()
+            time.sleep(0.005)  # as above
+        assert bench.manager.counters.snapshot()["kvstrata_loaded_blocks_total"] == 0
+        ranks[1].go()
+        engine.run()
+        assert bench.counters()["kvstrata_loaded_blocks_total"] == 7
+        again.on = False
 
 
 def test_a_load_that_failed_is_not_tried_again(

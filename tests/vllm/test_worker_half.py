@@ -224,7 +224,7 @@ def test_what_was_saved_is_loaded_byte_for_byte(any_layout: Bench, case: dict[st
         rank.fill(case["seed"] + i)
         originals.append(rank.device_blocks())
         rank.half.start_save(StepPlan(SERVER, saves=[Save(7, case["saved"], slots, generations)]))
-        assert rank.drain() == (set(), set(), WorkerReport(saved={7: 1}))
+        assert rank.drain() == (set(), set(), WorkerReport(saved={7: 1 << i}))
     for i, original in enumerate(originals):
         expected = original[case["saved"]].reshape(len(slots), PER_SLOT, -1)
         for slot, rows in zip(slots, expected, strict=True):
@@ -241,7 +241,7 @@ def test_what_was_saved_is_loaded_byte_for_byte(any_layout: Bench, case: dict[st
         laid = [*[NULL_BLOCK] * first, *case["loaded"], *[NULL_BLOCK] * rest]
         asked = Load("r", 8, laid, slots[:used], generations[:used])
         rank.half.start_load(StepPlan(SERVER, loads=[asked]))
-        assert rank.drain() == ({"r"}, set(), WorkerReport(load_done={8: 1}))
+        assert rank.drain() == ({"r"}, set(), WorkerReport(load_done={8: 1 << i}))
         assert np.array_equal(rank.device_blocks(), expected)
 
 
@@ -485,13 +485,13 @@ def test_pieces_for_which_there_is_room_are_copied_and_reported(
 def test_of_a_failed_save_counts_what_all_workers_have_copied() -> None:
     reports = [
         WorkerReport(saved={1: 1, 2: 1, 3: 1}, save_failed={1: 3, 2: 4}),
-        WorkerReport(saved={1: 1, 2: 1, 3: 1}, save_failed={1: 2}),
-        WorkerReport(saved={1: 1, 2: 1, 3: 1}, save_failed={2: 0}),
+        WorkerReport(saved={1: 2, 2: 2, 3: 2}, save_failed={1: 2}),
+        WorkerReport(saved={1: 4, 2: 4, 3: 4}, save_failed={2: 0}),
     ]
     one, two, three = reports
     assert one.aggregate(two).aggregate(three) == one.aggregate(three.aggregate(two))
     assert one.aggregate(two).aggregate(three) == WorkerReport(
-        saved={1: 3, 2: 3, 3: 3}, save_failed={1: 2, 2: 0}
+        saved={1: 7, 2: 7, 3: 7}, save_failed={1: 2, 2: 0}
     )
 
 
@@ -554,7 +554,7 @@ def test_what_all_ranks_hold_is_saved_by_the_first_and_loaded_by_all(config: Vll
         rank.fill(7)
     saved = first.device_blocks()[[1, 2, 3]]
     second.half.start_save(StepPlan(SERVER, saves=[save()]))
-    assert second.drain()[2] == WorkerReport(saved={1: 1})
+    assert second.drain()[2] == WorkerReport(saved={1: 2})
     assert not bench.mapping.data.any()
     first.half.start_save(StepPlan(SERVER, saves=[save()]))
     assert first.drain()[2] == WorkerReport(saved={1: 1})
@@ -579,8 +579,9 @@ def test_cache_of_another_device_is_refused(config: VllmConfig) -> None:
 
 def test_reports_of_all_workers_add_up() -> None:
     first = WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set())
-    second = WorkerReport({1: 1}, {}, {3: 1, 4: 1}, {4})
-    assert first.aggregate(second) == WorkerReport({1: 2, 2: 1}, {2: 0}, {3: 2, 4: 1}, {4})
+    second = WorkerReport({1: 2}, {}, {3: 2, 4: 2}, {4})
+    assert first.aggregate(second) == WorkerReport({1: 3, 2: 1}, {2: 0}, {3: 3, 4: 2}, {4})
+    assert first.aggregate(first) == first
     assert first == WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set())
 
 

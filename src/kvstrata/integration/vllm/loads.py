@@ -16,7 +16,7 @@ from kvstrata.integration.vllm.awaits import Awaits
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.link import CacheLink
-from kvstrata.integration.vllm.metadata import Load
+from kvstrata.integration.vllm.metadata import Load, all_workers
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.spans import Origin, RequestSpans, lowest_tier
 from kvstrata.integration.vllm.taint import TaintChain
@@ -63,7 +63,7 @@ class _RunningLoad:
     request_id: str | None  # None once the request is over
     connection: int
     keys: list[BlockKey]
-    workers_left: int
+    workers_left: int  # as bits
     origin: Origin | None  # if spans are wanted
     tier: str  # the lowest that some of it comes from
     began_at: float = field(default_factory=time.monotonic)
@@ -98,7 +98,7 @@ class Loads:
         self._math = identity.math
         self._link = link
         self._taints = taints
-        self._world_size = identity.world_size
+        self._all_workers = all_workers(identity.world_size)
         self._limit = limits.lookups
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
@@ -212,7 +212,7 @@ class Loads:
             request.request_id,
             lookup.connection,
             keys,
-            self._world_size,
+            self._all_workers,
             self._spans.origin(request) if self._spans is not None else None,
             lowest_tier(status),
         )
@@ -252,7 +252,7 @@ class Loads:
         return self._sources.pop(request_id, {})
 
     def ended(self, done: dict[int, int], failed: set[int]) -> list[BlockKey]:
-        """Workers report: *done* task id → number of workers, *failed* task ids.
+        """Workers report: *done* task id → bits of workers, *failed* task ids.
 
         Returns the keys of the loads that have failed.
         """
@@ -261,9 +261,9 @@ class Loads:
             load = self._running.get(task_id)
             if load is None:
                 continue
-            load.workers_left -= workers
+            load.workers_left &= ~workers
             load.failed = load.failed or task_id in failed
-            if load.workers_left > 0:
+            if load.workers_left:
                 continue
             del self._running[task_id]
             if self._spans is not None and load.origin is not None:

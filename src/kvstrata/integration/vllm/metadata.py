@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstrata.blend.audit import Audit
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta
 
-__all__ = ["NULL_BLOCK", "HookStep", "Load", "Save", "StepPlan", "WorkerReport"]
+__all__ = ["NULL_BLOCK", "HookStep", "Load", "Save", "StepPlan", "WorkerReport", "all_workers"]
 
 NULL_BLOCK: Final = 0  # vLLM's id for "no device block" in a block table; nobody's KV
 
@@ -68,34 +68,40 @@ class StepPlan(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Tasks that ended since the last report, over all workers once aggregated.
 
-    A task is over when ``saved`` or ``load_done`` counts every worker: only then does nobody
-    read or write its device blocks and slots any more. It failed if any worker says so; of a
-    failed save the leading blocks that all workers have copied can be kept.
+    A task is over when ``saved`` or ``load_done`` has the bit of every worker: only then does
+    nobody read or write its device blocks and slots any more. A report that comes twice stands for
+    no other worker. It failed if any worker says so; of a failed save the leading blocks that all
+    workers have copied can be kept.
     """
 
-    saved: dict[int, int] = field(default_factory=dict)  # task id -> workers done, ok or not
+    saved: dict[int, int] = field(default_factory=dict)  # task id -> bits of workers, ok or not
     save_failed: dict[int, int] = field(default_factory=dict)  # task id -> leading blocks copied
-    load_done: dict[int, int] = field(default_factory=dict)  # task id -> workers done, ok or not
+    load_done: dict[int, int] = field(default_factory=dict)  # task id -> bits of workers, ok or not
     load_failed: set[int] = field(default_factory=set)
     hook_failed: bool = False
     audits: dict[int, Audit] = field(default_factory=dict)  # of blended requests, by task id
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """A new report: counts added, failures united (vLLM ``KVOutputAggregator``)."""
+        """A new report: workers and failures united (vLLM ``KVOutputAggregator``)."""
         if not isinstance(other, WorkerReport):
             raise TypeError(f"cannot aggregate a {type(other).__name__} with a WorkerReport")
         return WorkerReport(
-            saved=_add(self.saved, other.saved),
+            saved=_united(self.saved, other.saved),
             save_failed=_least(self.save_failed, other.save_failed),
-            load_done=_add(self.load_done, other.load_done),
+            load_done=_united(self.load_done, other.load_done),
             load_failed=self.load_failed | other.load_failed,
             hook_failed=self.hook_failed or other.hook_failed,
             audits=self.audits | other.audits,
         )
 
 
-def _add(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
-    return {task: left.get(task, 0) + right.get(task, 0) for task in left.keys() | right.keys()}
+def all_workers(count: int) -> int:
+    """The bits of *count* workers."""
+    return (1 << count) - 1
+
+
+def _united(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
+    return {task: left.get(task, 0) | right.get(task, 0) for task in left.keys() | right.keys()}
 
 
 def _least(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:

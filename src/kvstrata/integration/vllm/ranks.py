@@ -20,6 +20,7 @@ class Region:
     start_bytes: int
     block_bytes: int  # of a whole block, the regions of all workers
     saves: bool = True  # False: a rank that holds the same KV writes them
+    worker: int = 0  # its number within the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class SlotRegions:
 
     >>> regions = SlotRegions(stage_bytes=(300, 200), tensor_parallel_size=4, replicas=2)
     >>> regions.block_bytes, regions.of(1, 3)
-    (1000, Region(start_bytes=800, block_bytes=1000, saves=False))
+    (1000, Region(start_bytes=800, block_bytes=1000, saves=False, worker=7))
     """
 
     stage_bytes: tuple[int, ...]  # of one rank of each pipeline stage
@@ -46,7 +47,8 @@ class SlotRegions:
         before = sum(self.stage_bytes[:stage]) * self._copies
         copy, replica = divmod(tensor_rank, self.replicas)
         start_bytes = before + copy * self.stage_bytes[stage]
-        return Region(start_bytes, self.block_bytes, saves=replica == 0)
+        worker = stage * self.tensor_parallel_size + tensor_rank
+        return Region(start_bytes, self.block_bytes, saves=replica == 0, worker=worker)
 
     @property
     def _copies(self) -> int:

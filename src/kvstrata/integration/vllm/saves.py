@@ -13,7 +13,7 @@ from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.integration.vllm.blocks import BlockIds, BlockMath, HeldBlocks
 from kvstrata.integration.vllm.link import CacheLink
-from kvstrata.integration.vllm.metadata import Save
+from kvstrata.integration.vllm.metadata import Save, all_workers
 from kvstrata.integration.vllm.spans import Origin, RequestSpans
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
@@ -40,7 +40,7 @@ class _RunningSave:
     connection: int
     keys: list[BlockKey]
     blocks: list[KVCacheBlock]  # empty once given up
-    workers_left: int
+    workers_left: int  # as bits
     deadline: float
     whole_blocks: int  # leading ones that no worker has failed to copy
     offered_at: float
@@ -72,7 +72,7 @@ class Saves:
         self._math = math
         self._link = link
         self._held = held
-        self._world_size = world_size
+        self._all_workers = all_workers(world_size)
         self._offers: list[_Offer] = []
         self._running: dict[int, _RunningSave] = {}
         self._known: OrderedDict[BlockKey, None] = OrderedDict()  # keys the server has, newest last
@@ -140,7 +140,7 @@ class Saves:
         return plans
 
     def ended(self, done: dict[int, int], failed: dict[int, int]) -> list[BlockKey]:
-        """Workers report: *done* task id → number of workers, *failed* → blocks that are whole.
+        """Workers report: *done* task id → bits of workers, *failed* → blocks that are whole.
 
         Returns the last block of each save that the server can count on now.
         """
@@ -149,9 +149,9 @@ class Saves:
             save = self._running.get(task_id)
             if save is None:
                 continue
-            save.workers_left -= workers
+            save.workers_left &= ~workers
             save.whole_blocks = min(save.whole_blocks, failed.get(task_id, save.whole_blocks))
-            if save.workers_left > 0:
+            if save.workers_left:
                 continue
             del self._running[task_id]
             self._held.release(save.blocks)
@@ -224,7 +224,7 @@ class Saves:
             offer.connection,
             [offer.keys[i] for i in status.missing],
             blocks,
-            self._world_size,
+            self._all_workers,
             time.monotonic() + self._config.save_timeout_seconds,
             len(status.missing),
             offer.pending.sent_at,

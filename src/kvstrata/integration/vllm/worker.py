@@ -106,6 +106,7 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._not_received: set[str] = set()
         self._report = WorkerReport()
+        self.bit: Final = 1 << settings.region.worker  # that stands for this worker in reports
         self._idle = False
         self._copy_here = False  # the loads of this step are few, and nothing else is to be done
         self._has_begun = False  # a step
@@ -464,12 +465,12 @@ class WorkerHalf:
     def _finish(self, task: WorkerTask) -> None:
         """Put an ended task into the next report."""
         if task.request_id is None:
-            self._report.saved[task.task_id] = 1
+            self._report.saved[task.task_id] = self.bit
             if task.failed:
                 self._report.save_failed[task.task_id] = task.whole_blocks
             return
         del self._loads[task.task_id]
-        self._report.load_done[task.task_id] = 1
+        self._report.load_done[task.task_id] = self.bit
         if task.failed:
             self._report.load_failed.add(task.task_id)
         if task.at_once:  # vLLM waits for no word of it, and asks for bad blocks alone

@@ -107,7 +107,7 @@ class BlendConnector(KVStrataConnector):
         if not ended:
             return report
         ours = WorkerReport(
-            load_done={each.task_ids[0]: 1 for each in ended},
+            load_done={each.task_ids[0]: self._copies.half.bit for each in ended},
             load_failed={each.task_ids[0] for each in ended if not each.whole},
             audits={each.task_ids[0]: each.audit for each in ended if each.audit is not None},
         )

@@ -28,7 +28,7 @@ from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.engine_metrics import KVStrataStats
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.integration.vllm.loads import STALE_SECONDS
-from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport, all_workers
 from kvstrata.integration.vllm.scheduler import SchedulerHalf, Tracked
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.observe import metrics
@@ -68,7 +68,7 @@ class _Running:
     request_id: str
     task_ids: list[int]
     connection: int
-    workers_left: int
+    workers_left: int  # as bits
     blocks: list[KVCacheBlock]  # that it has beyond vLLM's until then
     failed: bool = False
 
@@ -259,9 +259,9 @@ class BlendScheduler(SchedulerHalf):
             running = self._running.get(name)
             if running is None:
                 continue
-            running.workers_left -= workers
+            running.workers_left &= ~workers
             running.failed = running.failed or name in report.load_failed
-            if running.workers_left > 0:
+            if running.workers_left:
                 continue
             del self._running[name]
             self._room.give_back(running.blocks)
@@ -418,7 +418,11 @@ class BlendScheduler(SchedulerHalf):
             )
         )
         self._running[found.task_ids[0]] = _Running(
-            request.request_id, found.task_ids, self._link.number, self._world_size, held
+            request.request_id,
+            found.task_ids,
+            self._link.number,
+            all_workers(self._world_size),
+            held,
         )
         self._results[request.request_id] = "blended"
         if self._config.blend_again:
