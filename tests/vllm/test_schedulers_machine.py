@@ -36,7 +36,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.utils import check_sequence_repetition
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvstrata.integration.vllm.at_once import AtOnce
 from kvstrata.server.client import ManagerClient
@@ -191,9 +191,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30), end=st.sampled_from(["ABORTED", "ABORTED", "ERROR"]))
     def end_from_outside(self, which: int, end: str) -> None:
-        running = [r for r in self.engine.requests.values() if not r.is_finished()]
-        if running:
-            request = running[which % len(running)]
+        self.end_one(self.unfinished(), which, end)
+
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.engine.requests.values() if not request.is_finished()]
+
+    def end_one(self, requests: list[Request], which: int, end: str) -> None:
+        if requests:
+            request = requests[which % len(requests)]
             self.seen[f"{end} while {request.status.name}"] += 1
             del self.wanted[request.request_id]
             status = RequestStatus[f"FINISHED_{end}"]
@@ -229,14 +234,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         rank=st.integers(0, 1),
         asked=st.lists(arrivals, max_size=4),
         steps=st.integers(1, 12),
+        aborted=st.none() | st.integers(0, 3),
     )
-    def hold(self, what: str, rank: int, asked: list[Arrival], steps: int) -> None:
+    def hold(
+        self, what: str, rank: int, asked: list[Arrival], steps: int, aborted: int | None
+    ) -> None:
         # Layerwise a step ends with its loads, so there is nobody to let held copies go.
         can_hold_copies = self.load_mode != "layerwise"
         is_copies = what.endswith("copies") and can_hold_copies
         held = self.copies[rank % self.ranks] if is_copies else self.stall
         held.hold()
         self.arrive(asked, steps)
+        if aborted is not None:
+            waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+            loading = [each for each in self.unfinished() if each.status is waiting]
+            self.end_one(loading, aborted, "ABORTED")
         if what.startswith("late"):
             self.may_fail = True
             self.clock.jump(1000.0)
