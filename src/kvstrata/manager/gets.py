@@ -353,8 +353,8 @@ class Gets:
             keys = lookup.keys[known : known + count]
             ids = self._cache.index.insert(lookup.namespace, keys, above)
             free = leading(~self._cache.has(ids, WRITING))  # somebody is saving the next one
+            self._cache.index.settle(ids[free:])  # first: some may be the victims of what follows
             arrivals = self._extend(task, lookup, ids[:free])
-            self._cache.index.settle(ids[free:])
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
         self._read(arrivals)
