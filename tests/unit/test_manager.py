@@ -638,6 +638,26 @@ def test_launched_before_all_has_arrived_takes_what_is_there(
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
 
 
+def test_what_arrives_after_the_launch_is_not_counted_as_loaded(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 4, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    push_out(manager, 3)
+    go, read = threading.Event(), DiskStore.read_into
+    monkeypatch.setattr(
+        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
+    )
+    task = manager.get_match(ALICE, keys(1, 2))
+    assert len(task.slots) == 1
+    manager.launch([task.task_id])
+    go.set()
+    eventually(lambda: not reads_running(manager), "the promotion does not end")
+    manager.complete([task.task_id])
+    assert count(manager, "loaded_blocks_total") == 1
+
+
 def test_two_gets_wait_for_one_read(
     managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ class Gets:
 
     def launch(self, task: GetTask) -> None:
         """The copies of *task* begin, and have as long as the lease is. Needs the lock."""
+        task.launched_blocks = len(self.ready(task))
         task.began_at = time.monotonic()
         task.deadline = task.began_at + self._lease_seconds
 
