@@ -31,7 +31,7 @@ from tests.caches import (
 )
 from tests.server.harness import RawClient, engine, serving, worker, worker_hello
 
-from kvstrata.core.errors import LimitExceeded
+from kvstrata.core.errors import InvariantViolated, LimitExceeded
 from kvstrata.core.types import NamespaceId
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
@@ -723,3 +723,24 @@ def test_bug_costs_one_connection(
         client.close()
         honest.uses_the_cache()
     assert "KeyError: 'a bug'" in caplog.text
+
+
+def test_bug_when_a_client_leaves_harms_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with arena(path) as (server, honest):
+        assert server.manager is not None
+        disconnect = server.manager.disconnect
+
+        def buggy(owner: int) -> None:
+            disconnect(owner)
+            raise InvariantViolated("a slot is released twice")
+
+        client = welcomed(server, HELLO)
+        before = server.clients
+        with monkeypatch.context() as patch:
+            patch.setattr(server.manager, "disconnect", buggy)
+            client.close()
+            eventually(lambda: server.clients == before - 1, "a client that has gone is kept")
+        honest.uses_the_cache()
+    assert "InvariantViolated: a slot is released twice" in caplog.text

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.caches import PATIENCE_SECONDS, eventually
@@ -139,4 +140,19 @@ def test_too_many_searches_find_nothing_at_once_and_later_there_is_room() -> Non
     assert counts[refused:] == [4] * (100 - refused)
     finder.find(KEYS, counts.append)
     eventually(lambda: counts[100:] == [4], "there is no room again")
+    finder.close()
+
+
+def test_bug_in_what_hears_of_a_search_is_logged_and_costs_no_other_search(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def buggy(_count: int) -> None:
+        raise KeyError("a bug")
+
+    store = store_with(*KEYS[:2])
+    store.go.set()
+    finder = finder_of(store)
+    finder.find(KEYS, buggy)
+    eventually(lambda: "KeyError: 'a bug'" in caplog.text, "a bug is not told of")
+    assert search(finder, KEYS) == 2
     finder.close()

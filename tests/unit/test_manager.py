@@ -499,6 +499,33 @@ def test_load_that_began_before_a_reset_keeps_its_bytes_to_the_end(manager: KVMa
     assert save(manager, BOB, keys(1, 2, 3, 4)).slots == task.slots
 
 
+def test_block_that_waits_for_the_disk_while_it_is_loaded_does_not_reach_it_after_a_reset(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_(managers, 8, tmp_path)
+    away, write_down = threading.Event(), DiskStore.write
+    away.set()
+
+    def fickle(*asked: Any) -> Any:
+        if away.is_set():
+            raise TierUnavailable("the disk is gone")
+        return write_down(*asked)
+
+    monkeypatch.setattr(DiskStore, "write", fickle)
+    save(first, ALICE, keys(1, 2))
+    task = first.get_match(ALICE, keys(1, 2))
+    first.launch([task.task_id])
+    assert first.reset(ALICE) == 2
+    away.clear()
+    save(first, BOB, keys(1))
+    drained(first)
+    first.complete([task.task_id])
+    close(managers, first)
+    again = open_(managers, 8, tmp_path)
+    assert again.get_match(ALICE, keys(1)) == DONE
+    assert (on_disk(again), load(again, BOB, keys(1))) == (1, contents(BOB, keys(1)))
+
+
 def test_reset_that_the_disk_refuses_is_carried_out_when_it_heals(
     managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -609,6 +636,26 @@ def test_launched_before_all_has_arrived_takes_what_is_there(
     eventually(lambda: not reads_running(manager), "the promotion does not end")
     assert told == []
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+
+
+def test_what_arrives_after_the_launch_is_not_counted_as_loaded(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 4, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    push_out(manager, 3)
+    go, read = threading.Event(), DiskStore.read_into
+    monkeypatch.setattr(
+        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
+    )
+    task = manager.get_match(ALICE, keys(1, 2))
+    assert len(task.slots) == 1
+    manager.launch([task.task_id])
+    go.set()
+    eventually(lambda: not reads_running(manager), "the promotion does not end")
+    manager.complete([task.task_id])
+    assert count(manager, "loaded_blocks_total") == 1
 
 
 def test_two_gets_wait_for_one_read(

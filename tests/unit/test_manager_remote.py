@@ -180,6 +180,30 @@ def test_block_that_is_being_saved_is_not_read_as_well(
     assert manager.stats().tiers[0].used_blocks == 2
 
 
+def test_room_for_what_was_found_may_be_made_by_a_block_behind_one_that_is_being_saved(
+    store: GatedStore, values: dict[StoreKey, Value]
+) -> None:
+    manager = KVManager(config(4), block_bytes=BLOCK_BYTES, remote=store)
+    asked = keys(0, 0, 0)
+    assert load(manager, ALICE, asked) == contents(ALICE, asked)
+    doubted = manager.get_match(ALICE, asked[:2]).task_id
+    manager.launch([doubted])
+    manager.fail([doubted])
+    failed = manager.put_match(ALICE, asked[:1]).task_id
+    saving = manager.put_match(ALICE, asked[1:2], parent=asked[0]).task_id
+    manager.launch([failed, saving])
+    manager.fail([failed])
+    full = manager.put_match(BOB, keys(0, 0)).task_id  # but for the last of *asked*
+    task = settled(manager, manager.get_match(ALICE, asked))
+    assert task.state is TaskState.READY
+    assert [bytes(manager.view(slot)) for slot in task.slots] == contents(ALICE, asked[:1])
+    manager.cancel([task.task_id, full])
+    manager.fail([saving])
+    manager.check()
+    assert manager.stats().tiers[0].used_blocks == 1
+    manager.close()
+
+
 def test_block_that_is_being_read_is_not_saved_as_well(
     manager: KVManager, store: GatedStore
 ) -> None:

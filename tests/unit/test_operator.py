@@ -1,6 +1,7 @@
 """What operators ask: clearing tiers, draining, finding prompts, and the hottest of them."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from tests.caches import (
     write,
 )
 
-from kvstrata.core.errors import ConfigError
+from kvstrata.core.errors import ConfigError, TierUnavailable
+from kvstrata.manager import clearing
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
+from kvstrata.storage.disk import DiskStore
 from kvstrata.testing.memory import MemoryStore
 
 PROMPT = keys(1, 2, 3, 4)
@@ -36,6 +39,24 @@ def opened(slots: int, disk: Path | None = None, **changes: object) -> Iterator[
         made.check()
     finally:
         made.close()
+
+
+class Interrupted:
+    """A lock; *meanwhile* is called when it has been let go for the second time."""
+
+    def __init__(self, lock: threading.Condition, meanwhile: Callable[[], None]) -> None:
+        self._lock = lock
+        self._meanwhile = meanwhile
+        self._holds = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._holds += 1
+        if self._holds == 2:
+            self._meanwhile()
 
 
 def written(manager: KVManager) -> None:
@@ -146,6 +167,27 @@ def test_the_remote_tier_is_cleared_of_a_namespace() -> None:
     manager.close()
 
 
+def test_a_namespace_may_vanish_while_the_remote_tier_is_cleared_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clearing, "_PIECE_BLOCKS", 1)
+    store = MemoryStore(block_bytes=BLOCK_BYTES, capacity_blocks=64)
+    manager = KVManager(config(8), block_bytes=BLOCK_BYTES, remote=store)
+    save(manager, ALICE, PROMPT)
+    assert manager._lower["remote"].drain(PATIENCE_SECONDS)
+
+    def vanish() -> None:
+        doubted = manager.get_match(ALICE, PROMPT).task_id
+        manager.launch([doubted])
+        manager.fail([doubted])
+
+    lock = Interrupted(manager._lock, vanish)  # after the first piece
+    monkeypatch.setattr(manager.operator._clearing, "_lock", lock)
+    assert manager.operator.clear(ALICE, "remote").blocks == {"remote": 1}
+    manager.check()
+    manager.close()
+
+
 def test_a_namespace_that_is_cleared_keeps_its_quota() -> None:
     with opened(8, quotas={"small": 0.25}) as manager:
         manager.register_namespace(ALICE, {"model": "small"})
@@ -154,6 +196,22 @@ def test_a_namespace_that_is_cleared_keeps_its_quota() -> None:
         manager.operator.clear(ALICE, None)
         save(manager, ALICE, PROMPT)
         assert manager.stats().tiers[0].used_blocks == 2
+
+
+def test_a_namespace_keeps_its_quota_though_the_disk_refuses_to_be_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_store: DiskStore, _namespace: bytes) -> int:
+        raise TierUnavailable("the disk is gone")
+
+    with opened(8, tmp_path, quotas={"small": 0.25}) as manager:
+        manager.register_namespace(ALICE, {"model": "small"})
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "drop_namespace", refused)
+            with pytest.raises(TierUnavailable, match="the disk is gone"):
+                manager.operator.clear(ALICE, None)
+        save(manager, ALICE, PROMPT)
+        assert manager.operator.locate(ALICE, PROMPT)[0] == 2
 
 
 def test_drain_refuses_saves_writes_what_is_late_and_can_be_undone(tmp_path: Path) -> None:

@@ -548,6 +548,18 @@ def test_write_that_failed_after_its_block_was_forgotten_is_not_tried_again(benc
     assert (bench.cache.host_used, bench.cache.writes.waiting("disk")) == (0, 0)
 
 
+def test_block_that_is_being_read_when_it_is_forgotten_is_not_written(bench: Bench) -> None:
+    block = bench.put(1)
+    bench.cache.lease(block)
+    forget(bench)
+    other = bench.put(1, namespace=BOB)
+    batches = [bench.cache.next_unwritten("disk", 1).tolist() for _ in range(2)]
+    assert batches == [other.tolist(), []]
+    bench.cache.written("disk", other, np.array([True]))
+    bench.cache.unlease(block)
+    assert (bench.cache.host_used, bench.cache.disk_used) == (1, 1)
+
+
 def test_block_that_is_being_saved_when_it_is_forgotten_does_not_become_visible(
     bench: Bench,
 ) -> None:

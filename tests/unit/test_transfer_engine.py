@@ -137,6 +137,17 @@ def test_bug_in_the_store_is_a_fate_too(engine: TransferEngine, shelf: Shelf) ->
     assert read(engine, b"a", b"b") == {0: [None], 1: [None]}
 
 
+def test_bug_in_what_is_told_of_a_fate_is_logged_and_costs_no_other_read(
+    engine: TransferEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def buggy(_start: int, _reads: Sequence[Read | None]) -> None:
+        raise KeyError("a bug")
+
+    engine.read([b"one"], [memoryview(b"")], buggy)
+    eventually(lambda: "KeyError: 'a bug'" in caplog.text, "a bug is not told of")
+    assert read(engine, b"two") == {0: [Read.HIT]}
+
+
 def test_read_after_close_has_a_fate(shelf: Shelf, writer: Writer) -> None:
     engine = TransferEngine(shelf, writer, block_bytes=MIB)  # type: ignore[arg-type]  # reads only
     engine.close(PATIENCE_SECONDS)

@@ -342,7 +342,10 @@ class PrefixIndex:
 
     def are_of(self, ids: BlockIds, namespace: NamespaceId) -> Flags:
         """Which of *ids* can be found in *namespace*."""
-        theirs: Flags = self._table.numbers(ids) == self._table.namespace_number(namespace)
+        number = self._table.namespace_number(namespace)
+        if number == ABSENT:  # as is that of ids that are not in use
+            return np.zeros(len(ids), np.bool_)
+        theirs: Flags = self._table.numbers(ids) == number
         return theirs
 
     def _which_retired(self, ids: BlockIds) -> Flags | None:

@@ -284,7 +284,10 @@ class Cascade:
                 count = min(self._batch_blocks, waiting, self._room_blocks())
                 if count < (self._batch_blocks if self._under_way else 1) or self._owed_drops:
                     return None
-                batch, victims = self._next_batch(count)
+                ids = self._cache.next_unwritten(self._tier, count)
+                if not len(ids):
+                    return None
+                batch, victims = self._begin_batch(ids)
             if waiting - count >= self._batch_blocks and not self._store.is_open:
                 self._transfer.wake()  # another writer
             self._owed_removals += victims
@@ -304,9 +307,8 @@ class Cascade:
         """Those that wait and those on their way. Needs the lock."""
         return self._cache.writes.waiting(self._tier) + self._blocks_under_way()
 
-    def _next_batch(self, count: int) -> tuple[_Batch, list[StoreKey]]:
-        """What is to be written next, and what the disk gives up for it. Needs the lock."""
-        ids = self._cache.next_unwritten(self._tier, count)
+    def _begin_batch(self, ids: BlockIds) -> tuple[_Batch, list[StoreKey]]:
+        """*ids* are written next; with them what the disk gives up for it. Needs the lock."""
         self._under_way.append(ids)
         victims = []
         if self._tier == "disk":

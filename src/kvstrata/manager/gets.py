@@ -153,6 +153,7 @@ class Gets:
 
     def launch(self, task: GetTask) -> None:
         """The copies of *task* begin, and have as long as the lease is. Needs the lock."""
+        task.launched_blocks = len(self.ready(task))
         task.began_at = time.monotonic()
         task.deadline = task.began_at + self._lease_seconds
 
@@ -353,8 +354,8 @@ class Gets:
             keys = lookup.keys[known : known + count]
             ids = self._cache.index.insert(lookup.namespace, keys, above)
             free = leading(~self._cache.has(ids, WRITING))  # somebody is saving the next one
+            self._cache.index.settle(ids[free:])  # first: some may be the victims of what follows
             arrivals = self._extend(task, lookup, ids[:free])
-            self._cache.index.settle(ids[free:])
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
         self._read(arrivals)

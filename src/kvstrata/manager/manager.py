@@ -478,10 +478,11 @@ class KVManager:
 
     def _forget_all(self, namespace: NamespaceId) -> int:
         """``reset`` of a namespace that goes on being used: it keeps its quota."""
-        dropped = self.reset(namespace)
-        with self._lock:
-            self._limit(namespace)
-        return dropped
+        try:
+            return self.reset(namespace)
+        finally:
+            with self._lock:
+                self._limit(namespace)
 
     def _limit(self, namespace: NamespaceId) -> None:
         share = self._quotas.get(self._namespaces.get(namespace, {}).get("model", ""))

@@ -113,7 +113,7 @@ class Moves:
                 self._release(self._puts.abandon(task, state))
             return
         if counts:
-            loaded = min(blocks, len(self._gets.ready(task)))
+            loaded = min(blocks, task.launched_blocks)
             self._gains.loaded(task, loaded, self._sessions.blocks_per_second(task.owner))
         if blocks < len(task.ids):
             self._cache.counters.add(metrics.FAILED_LOADS, 1)

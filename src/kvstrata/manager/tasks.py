@@ -145,6 +145,7 @@ class GetTask:
     disk_blocks: int = 0
     remote_blocks: int = 0
     declined_blocks: int = 0
+    launched_blocks: int = 0  # in host memory when the copies began: no more can be loaded
     began_at: float = field(default_factory=time.monotonic)  # then: when the copies began
 
     @property

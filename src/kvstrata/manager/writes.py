@@ -96,8 +96,15 @@ class Writes:
             self._wake(tier)
 
     def take(self, tier: LowerTier, count: int) -> BlockIds:
-        """At most *count* blocks that wait for *tier*, oldest first; they wait no longer."""
-        return self._tiers[tier].queue.pop(count)
+        """At most *count* blocks that wait for *tier*, oldest first; they wait no longer.
+
+        Those that a reset has taken from the index are passed over: the tier has forgotten them.
+        """
+        while len(ids := self._tiers[tier].queue.pop(count)):
+            found = ids[~self._index.is_retired(ids)]
+            if len(found):
+                return found
+        return ids
 
     def put_back(self, tier: LowerTier, ids: BlockIds) -> None:
         """*ids* of ``take`` wait again, and *tier* is not woken for them."""

@@ -284,6 +284,7 @@ class Switchboard:
             self._poller.unwatch(client.fd)
         try:
             client.conversation.end()
-        finally:
-            del self._clients[client.fd]  # last: who sees that it has gone finds nothing of it
-            client.connection.close()
+        except Exception:  # noqa: BLE001 - thread top: the others must be served
+            _log.exception("what a client held is kept by a bug")
+        del self._clients[client.fd]  # last: who sees that it has gone finds nothing of it
+        client.connection.close()

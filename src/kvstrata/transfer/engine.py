@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.types import Read, StoreKey
 from kvstrata.storage.store import Store
+from kvstrata.transfer.jobs import give
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class TransferEngine:
             ):
                 return False
             try:
-                self._readers.submit(self._read_part, part)
+                give(self._readers, partial(self._read_part, part))
             except RuntimeError:  # closed meanwhile
                 return False
             self._queued_bytes += part_bytes

@@ -5,10 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.types import StoreKey
+from kvstrata.transfer.jobs import give
 from kvstrata.transfer.presence import Presence
 
 __all__ = ["Finder"]
@@ -56,7 +58,8 @@ class Finder:
             done(0)
             return
         try:
-            self._threads.submit(self._find, keys, done, self._clock() + self._search_seconds)
+            deadline = self._clock() + self._search_seconds
+            give(self._threads, partial(self._find, keys, done, deadline))
         except RuntimeError:  # closed meanwhile
             done(0)
 
