@@ -1,13 +1,22 @@
-"""Files of prompts, one a line as JSON: a list of token ids, or a text. `warm` reads them."""
+"""Files of prompts, one a line as JSON: a list of token ids, or a text. `warm` and `page` read them."""
 
 import json
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, Final, NamedTuple
 
-from kvstrata.core.errors import ConfigError
+from kvstrata.core.errors import ConfigError, KVStrataError
 from kvstrata.core.types import BlockKey
 
-__all__ = ["FilePrompt", "read_prompts"]
+__all__ = ["FilePrompt", "read_keys_apart", "read_prompts"]
+
+_READING_SECONDS: Final = 240.0
+
+_Answer = list[list[BlockKey]] | KVStrataError
 
 
 class FilePrompt(NamedTuple):
@@ -43,6 +52,55 @@ def read_prompts(
         tokens = encode(row) if encode is not None and isinstance(row, str) else row
         prompts.append(FilePrompt(where, made.of(tokens)))
     return prompts
+
+
+def read_keys_apart(
+    content: bytes, name: str, parts: Mapping[str, str], *, tokenizer: str | None
+) -> list[list[BlockKey]]:
+    """The keys of ``read_prompts``, made in another process: vLLM stays out of this one."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (sender, content, name, dict(parts), tokenizer)
+    process = context.Process(target=_answer, args=arguments, daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(_READING_SECONDS):
+            raise KVStrataError(f"{name} is not read after {_READING_SECONDS:.0f} s")
+        answer: _Answer = receiver.recv()
+    except EOFError as e:
+        raise KVStrataError(f"the process that read {name} died: see the log") from e
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+    if isinstance(answer, KVStrataError):
+        raise answer
+    return answer
+
+
+def _answer(
+    sender: "Connection[_Answer, Any]",
+    content: bytes,
+    name: str,
+    parts: Mapping[str, str],
+    tokenizer: str | None,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who waits for the answer
+    threading.Thread(target=_end_with_parent, name="kvstrata-parent", daemon=True).start()
+    try:
+        prompts = read_prompts(content, name, parts, tokenizer)
+    except KVStrataError as e:
+        sender.send(e)
+    else:
+        sender.send([prompt.keys for prompt in prompts])
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _parsed(where: str, line: bytes) -> Any:
