@@ -2,17 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
 
+from kvstrata.cli.prompt_file import read_keys_apart
 from kvstrata.server.page.app import make_app
-from kvstrata.server.page.guard import BODY_BYTES, Access
+from kvstrata.server.page.guard import FILES, ORDERS, WARM_FILE, Access
 from kvstrata.server.page.sampler import Sampler, Seen
 from kvstrata.server.page.samples import Sample
-from kvstrata.server.page.verbs import VERBS, Verbs, WarmState
+from kvstrata.server.page.verbs import VERBS, Verbs, WarmFile
+from kvstrata.server.page.warmer import WarmState
 
 FILE: Final = Path(__file__).resolve().parent.parent / "docs" / "http.md"
 
@@ -41,8 +44,9 @@ seconds is hung up on.
 
 _RULES: Final = f"""\
 With a token everything below `/api/` needs the header `Authorization: Bearer TOKEN`. Verbs need
-`--admin` besides, `Content-Type: application/json`, and a body of at most {BODY_BYTES} bytes whose length is said.
-`Host` has to be what the page is called.
+`--admin` besides, `Content-Type: {ORDERS.media_type}`, and a body of at most {ORDERS.most_bytes:,} bytes whose
+length is said; `{WARM_FILE}` takes `{FILES.media_type}` and {FILES.most_bytes:,} bytes. `Host` has to be what the
+page is called.
 
 | status | when |
 |---|---|
@@ -52,10 +56,11 @@ With a token everything below `/api/` needs the header `Authorization: Bearer TO
 | 403 | the page has another name, only shows, or another site asks |
 | 404 | no such path |
 | 405 | no such method |
+| 408 | the body is not here after two minutes |
 | 409 | the server could not do it, or does not answer |
 | 413 | the body is too long, or does not say how long it is |
-| 415 | the body is not JSON |
-| 429 | more than 50 requests a second, or four verbs are running |
+| 415 | the body is of another type |
+| 429 | more than 50 requests a second, four verbs are running, or another file is being read |
 
 What comes with a status other than 200 says why: of a verb as `{{"problem": "why"}}`, else as text.
 
@@ -101,7 +106,8 @@ def render() -> str:
 
 def _routes() -> Iterator[str]:
     nowhere = Path("/nowhere")
-    guard = make_app(Sampler(nowhere), Verbs(nowhere), Access([], None, admin=False))
+    verbs = Verbs(nowhere, partial(read_keys_apart, tokenizer=None))
+    guard = make_app(Sampler(nowhere), verbs, Access([], None, admin=False))
     app: Any = guard._app
     if not isinstance(app, Starlette):
         raise TypeError("the page is not what it was")
@@ -111,6 +117,8 @@ def _routes() -> Iterator[str]:
         path, methods = getattr(route, "path", ""), getattr(route, "methods", None) or {"GET"}
         if not path.startswith("/api/"):
             files.append(f"`{path}`")
+        elif path == WARM_FILE:
+            yield f"| `POST {path}?namespace=HEX&name=NAME` | warms the prompts of a file |\n"
         elif "POST" in methods:
             yield f"| `POST {path.replace('{verb:str}', 'VERB')}` | carries out a verb |\n"
         else:
@@ -119,8 +127,9 @@ def _routes() -> Iterator[str]:
 
 
 def _verbs() -> Iterator[str]:
-    for name, (kind, _) in VERBS.items():
-        yield f"### POST /api/{name}\n\n{_doc(kind)}\n\n| field | type |\n|---|---|\n"
+    kinds = {f"/api/{name}": kind for name, (kind, _) in VERBS.items()} | {WARM_FILE: WarmFile}
+    for path, kind in kinds.items():
+        yield f"### POST {path}\n\n{_doc(kind)}\n\n| field | type |\n|---|---|\n"
         for field in msgspec.structs.fields(kind):
             yield f"| `{field.name}` | {_type(field.type)} |\n"
         yield "\n"
@@ -153,6 +162,7 @@ def _told(schema: dict[str, Any]) -> str:
         return f"object of {_told(schema.get('additionalProperties') or {})}"
     limits: dict[str, Callable[[Any], str]] = {
         "pattern": lambda value: f"matching `{value}`",
+        "minLength": lambda value: f"of {value} or more characters",
         "maxLength": lambda value: f"of at most {value} characters",
         "minimum": lambda value: f"at least {value}",
         "exclusiveMinimum": lambda value: f"above {value:g}",

@@ -2,11 +2,12 @@
 
 import json
 import socket
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import kvstrata, until
+from tests.cli.processes import command, environment, kvstrata, until
 from tests.cli.traffic import NAMESPACE, engine, find, prompt, save, serving
 
 TIERS = ("--host-size", "4MiB", "--disk")
@@ -104,6 +105,22 @@ def test_wrong_input_is_named(tmp_path: Path, arguments: list[str], said: str) -
         result = kvstrata(*arguments, "--socket", str(path))
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
+
+
+def test_prompts_come_from_standard_input_and_a_wrong_line_is_named(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host-size", "4MiB") as path, engine(path):
+        at = ("--namespace", NAMESPACE.hex(), "--socket", str(path))
+        result = subprocess.run(
+            command("warm", "-", *at),
+            input="[1, 2]\n[3, 4\n",
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment(),
+            timeout=60,
+        )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "-:2 is no JSON" in result.stderr
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

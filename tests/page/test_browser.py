@@ -2,80 +2,18 @@
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-from tests.cli.processes import kvstrata, running, until
-from tests.cli.traffic import NAMESPACE, engine, find, prompt, save, serving
-from tests.ports import free_port
+from playwright.sync_api import Browser, Page, expect
+from tests.cli.processes import kvstrata
+from tests.cli.traffic import NAMESPACE, find, prompt
+from tests.page.model import MODEL, save_tokens
+from tests.page.pages import HOSTILE, TOKEN, opened, shown
 
-from kvstrata.server.client import ManagerClient
+from kvstrata.server.page.guard import FILES
 
-TOKEN = "0123456789abcdef0123"
-HOSTILE = "<img src=x onerror=\"document.title='stolen'\"><script>1</script>"
-
-
-class Shown(NamedTuple):
-    url: str
-    socket: Path
-    engine: ManagerClient
-    log: Path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    assert chromium, "scripts/test_servers.sh installs Chromium"
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@contextmanager
-def shown(place: Path, *arguments: str) -> Iterator[Shown]:
-    """A server with a disk and 12 blocks of two prompts, and the page of it."""
-    address = f"127.0.0.1:{free_port()}"
-    disk = f"{place / 'disk'}:64MiB"
-    log = place / "page.log"
-    with (
-        serving(place, "--host-size", "4MiB", "--disk", disk) as path,
-        engine(path, HOSTILE[:256], model=HOSTILE) as client,
-    ):
-        save(client, prompt("a", 8))
-        save(client, [*prompt("a", 4), *prompt("b", 4)])
-        for _ in range(3):
-            find(client, prompt("a", 8))
-        find(client, [*prompt("a", 4), *prompt("b", 4)])
-        with running(
-            "page", "--socket", str(path), "--listen", address, *arguments, log=log
-        ) as process:
-            until(lambda: "is shown at" in log.read_text() or process.poll() is not None, 30, log)
-            assert process.poll() is None, log.read_text()
-            yield Shown(f"http://{address}/", path, client, log)
-        assert TOKEN not in log.read_text()
-
-
-@contextmanager
-def opened(browser: Browser, url: str, *, width: int = 1280) -> Iterator[Page]:
-    """The page; fails if the browser has anything to complain about."""
-    context = browser.new_context(viewport={"width": width, "height": 900})
-    context.set_default_timeout(20_000)
-    page = context.new_page()
-    complaints: list[str] = []
-    page.on("console", lambda m: complaints.append(m.text) if m.type != "info" else None)
-    page.on("pageerror", lambda e: complaints.append(str(e)))
-    ours = url.partition("#")[0]
-    page.on("request", lambda r: complaints.append(r.url) if not r.url.startswith(ours) else None)
-    page.goto(url)
-    yield page
-    context.close()
-    assert [each for each in complaints if "status of 401" not in each] == []
+PATIENCE_MS = 120_000  # vLLM is imported meanwhile, on cores that others use
 
 
 @pytest.fixture
@@ -172,6 +110,48 @@ def test_verbs_need_the_token_and_show_first_what_they_would_do(
             assert TOKEN not in page.url
 
 
+def test_a_file_of_prompts_is_warmed_and_its_progress_shown(browser: Browser, place: Path) -> None:
+    """10,000 prompts that nobody has saved take long enough to look at."""
+    known, unknown = list(range(200)), [[i, *range(63)] for i in range(10_000)]
+    good, bad, long = place / "good.jsonl", place / "bad.jsonl", place / "long.jsonl"
+    good.write_text("".join(f"{each}\n" for each in [known, *unknown]))
+    bad.write_text("[1, 2]\n[3, 4\n")
+    long.write_bytes(b" " * (FILES.most_bytes + 1))
+    token = place / "token"
+    token.write_text(TOKEN)
+    with shown(place, "--admin", "--token-file", str(token)) as page_of:
+        keys = save_tokens(page_of.engine, known)
+        kvstrata("drain", "--socket", str(page_of.socket))
+        kvstrata("clear", "--tier", "host", "--socket", str(page_of.socket))
+        address = f"{page_of.url}#token={TOKEN}"
+        with opened(browser, address, refused=(400, 413)) as page:
+            row = page.locator("#namespaces tr", has_text=MODEL.hex())
+            row.get_by_role("button", name="Warm").click()
+            dialog, problem = page.get_by_role("dialog"), page.locator("#dialog-problem")
+            for file, said in ((bad, "bad.jsonl:2 is no JSON"), (long, "split the file")):
+                dialog.locator("input[type=file]").set_input_files(file)
+                dialog.get_by_role("button", name="Warm").click()
+                expect(problem).to_contain_text(said)
+            expect(page.locator("#warming")).to_be_hidden()
+            dialog.locator("input[type=file]").set_input_files(good)
+            dialog.get_by_role("button", name="Warm").click()
+            expect(dialog).to_contain_text("Reading good.jsonl")
+            expect(dialog).to_be_hidden(timeout=PATIENCE_MS)
+            warming = page.locator("#warming")
+            expect(warming).to_contain_text(
+                re.compile(r"good.jsonl: [1-9][\d,]* of 10,001 prompts, 3 of 10,003 blocks")
+            )
+            expect(warming.get_by_role("progressbar")).to_be_visible()
+            expect(row.get_by_role("button", name="Warm")).to_be_disabled()
+            expect(warming).to_contain_text(
+                "good.jsonl: 10,001 of 10,001 prompts, 3 of 10,003 blocks in host memory; others",
+                timeout=PATIENCE_MS,
+            )
+            expect(warming.get_by_role("progressbar")).to_be_hidden()
+            expect(row.get_by_role("button", name="Warm")).to_be_enabled()
+        assert page_of.engine.locate(MODEL, keys) == (3, 3)
+
+
 def _use_the_verbs(page: Page) -> None:
     dialog = page.get_by_role("dialog")
     page.locator(".tree li").first.get_by_role("button", name="Pin").click()
@@ -189,6 +169,14 @@ def _use_the_verbs(page: Page) -> None:
     expect(page.locator("#holds")).to_contain_text("Nothing is pinned.")
     page.locator(".tree li").nth(1).get_by_role("button", name="Warm").click()
     expect(page.locator("[data-tier=host]")).to_contain_text("8 blocks of")
+    page.locator("#namespaces").get_by_role("button", name="Clear").click()
+    expect(dialog).to_contain_text("disk: 12 blocks, 768 KiB")
+    page.locator("#tier").select_option("host")
+    expect(dialog).to_contain_text("host: 8 blocks, 512 KiB")
+    expect(dialog).not_to_contain_text("disk: 12")
+    dialog.get_by_role("button", name="Clear").click()
+    expect(page.locator("[data-tier=host]")).to_contain_text("0 blocks of")
+    expect(page.locator("[data-tier=disk]")).to_contain_text("12 blocks of")
     page.get_by_role("button", name="Drain…").click()
     dialog.get_by_role("button", name="Drain").click()
     expect(page.locator("#notice")).to_contain_text("Safe to stop.")

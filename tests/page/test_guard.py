@@ -1,44 +1,18 @@
 """Who gets what from the page: raw requests to the application, and to a real server behind it."""
 
-import asyncio
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from tests.caches import ALICE, PATIENCE_SECONDS, config, eventually, keys, load, save
+from tests.page.asking import HOST, TOKEN, Place, ask, order
 from tests.server.harness import serving
 
-from kvstrata.manager.manager import KVManager
-from kvstrata.server.page.app import make_app
 from kvstrata.server.page.guard import Access, Guard
 from kvstrata.server.page.sampler import Sampler
-from kvstrata.server.page.verbs import Verbs
 
-TOKEN = "a-token-of-more-than-16"
-HOST = "127.0.0.1:8765"
 PROMPT = keys(1, 2, 3, 4)
-
-
-class Answer(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def value(self) -> Any:
-        return json.loads(self.body)
-
-
-class Place(NamedTuple):
-    manager: KVManager
-    sampler: Sampler
-    path: Path
-
-    def app(self, token: str | None = None, *, admin: bool = False) -> Guard:
-        self.sampler.look()
-        return make_app(self.sampler, Verbs(self.path), Access([HOST], token, admin=admin))
 
 
 @pytest.fixture
@@ -52,53 +26,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
         sampler.look()
         yield Place(server.manager, sampler, path)
         sampler.close()
-
-
-def ask(
-    app: Guard,
-    path: str,
-    *,
-    method: str = "GET",
-    headers: Mapping[str, str] | None = None,
-    body: bytes = b"",
-) -> Answer:
-    said = {"host": HOST} | dict(headers or {})
-    target, _, query = path.partition("?")
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": target,
-        "raw_path": target.encode(),
-        "query_string": query.encode(),
-        "root_path": "",
-        "headers": [(k.encode(), v.encode()) for k, v in said.items()],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 8765),
-    }
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(app(scope, receive, send))
-    found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
-    return Answer(sent[0]["status"], found, b"".join(m.get("body", b"") for m in sent[1:]))
-
-
-def order(app: Guard, verb: str, value: object, **headers: str) -> Answer:
-    body = json.dumps(value).encode()
-    said = {
-        "authorization": f"Bearer {TOKEN}",
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-    }
-    return ask(app, f"/api/{verb}", method="POST", headers=said | headers, body=body)
 
 
 def test_a_page_on_loopback_shows_and_lets_nobody_do_anything(place: Place) -> None:

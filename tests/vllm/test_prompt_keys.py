@@ -1,15 +1,21 @@
 """Keys made from tokens alone are those that vLLM and the connector make."""
 
+import json
 from pathlib import Path
 
 import pytest
 from tests.cli.processes import kvstrata
 from tests.cli.traffic import engine, serving
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvstrata.cli.prompt_file import read_prompts
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import BlockKey
 from kvstrata.integration.vllm.blocks import BlockMath, GroupMath
@@ -71,6 +77,20 @@ def test_warm_brings_the_prompts_of_a_file_up_from_disk(tmp_path: Path) -> None:
     )
     assert warmed.returncode == 1  # one is nowhere
     assert (found.matched_blocks, found.disk_blocks) == (3, 0)
+
+
+def test_texts_are_read_by_the_tokenizer_and_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    words = {f"w{i}": i for i in range(100)} | {"two\u2028lines": 100}
+    model = Tokenizer(WordLevel(words, unk_token="w0"))
+    model.pre_tokenizer = Split(" ", "removed")
+    PreTrainedTokenizerFast(tokenizer_object=model, unk_token="w0").save_pretrained(tmp_path)
+    text = json.dumps("two\u2028lines " + " ".join(f"w{i}" for i in range(99)), ensure_ascii=False)
+    content = f"{text}\r\n\n[1, 2]\n".encode()
+    read = read_prompts(content, "x", parts("sha256"), str(tmp_path))
+    assert [prompt.name for prompt in read] == ["x:1", "x:3"]
+    assert [prompt.keys for prompt in read] == [keys_of_vllm("sha256", [100, *range(99)]), []]
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        read_prompts(content, "x", parts("sha256"), str(tmp_path / "nowhere"))
 
 
 def test_another_seed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import secrets
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -22,7 +23,7 @@ _HTTP_PORT: Final = 80
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
-def page(
+def page(  # noqa: PLR0913 - each is an option
     *,
     socket: SocketOption = None,
     listen: Annotated[
@@ -37,6 +38,12 @@ def page(
     ] = None,
     token: Annotated[
         str | None, typer.Option(envvar="KVSTRATA_PAGE_TOKEN", hidden=True, help="For processes.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Model or folder whose tokenizer reads texts in files of prompts."
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -59,6 +66,7 @@ def page(
             raise ConfigError(
                 f"the page needs {', '.join(missing)}", hint="pip install 'kvstrata[page]'"
             )
+        from kvstrata.cli.prompt_file import read_keys_apart
         from kvstrata.server.page.app import listen as listen_at
         from kvstrata.server.page.app import run_page
         from kvstrata.server.page.guard import Access
@@ -80,7 +88,7 @@ def page(
         shown = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         fragment = f"#token={chosen}" if is_made else ""
         typer.echo(f"{path} is shown at {shown}{fragment}")
-        run_page(path, listener, access)
+        run_page(path, listener, access, partial(read_keys_apart, tokenizer=tokenizer))
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
@@ -69,6 +69,7 @@ def warm(  # noqa: PLR0913 - each is an option
     Exits with 1 if some prompt is not whole in host memory at the end, or no server answers.
     """
     with reported():
+        from kvstrata.cli.prompt_file import read_prompts
         from kvstrata.server.client import observe
 
         if sum(each is not None for each in (prompts, request, keys_from)) != 1:
@@ -85,12 +86,13 @@ def warm(  # noqa: PLR0913 - each is an option
                 if keys_from is not None:
                     keys = [
                         bytes_as_given(each, BLOCK_KEY_BYTES, "a key")
-                        for each in _read(keys_from).split()
+                        for each in _read(keys_from).decode(errors="replace").split()
                     ]
                     found = [_Prompt(str(keys_from), where, keys)]
                 else:
                     assert prompts is not None
-                    found = _of_file(prompts, where, parts, tokenizer)
+                    listed = read_prompts(_read(prompts), str(prompts), parts, tokenizer)
+                    found = [_Prompt(name, where, keys) for name, keys in listed]
             _bring_up(client, found, as_json=as_json)
 
 
@@ -164,71 +166,12 @@ def _namespace(client: "ManagerClient", given: str | None) -> "tuple[NamespaceId
     return bytes.fromhex(used[0]), known[used[0]]
 
 
-def _of_file(
-    file: Path, namespace: "NamespaceId", parts: dict[str, str], tokenizer: str | None
-) -> list[_Prompt]:
+def _read(file: Path) -> bytes:
     try:
-        from kvstrata.integration.vllm.prompt_keys import PromptKeys
-    except ImportError as e:
-        raise ConfigError(
-            f"keys are made from tokens as vLLM does it, and that is not here: {e}",
-            hint="run this where the engine runs, or use --keys-from or --request",
-        ) from e
-    rows = [
-        (number, _parsed(file, number, line))
-        for number, line in enumerate(_read(file).splitlines(), 1)
-        if line.strip()
-    ]
-    if not rows:
-        raise ConfigError(f"{file} holds no prompt")
-    encode = _encoder(tokenizer) if any(isinstance(row, str) for _, row in rows) else None
-    made = PromptKeys(parts)
-    prompts = []
-    for number, row in rows:
-        tokens = encode(row) if encode is not None and isinstance(row, str) else row
-        prompts.append(_Prompt(f"{file}:{number}", namespace, made.of(tokens)))
-    return prompts
-
-
-def _parsed(file: Path, number: int, line: str) -> Any:
-    """A list of token ids, or a text."""
-    try:
-        value = json.loads(line)
-    except ValueError as e:
-        raise ConfigError(
-            f"{file}:{number} is no JSON: {e}", hint='write [1, 2, 3] or "a text", one a line'
-        ) from e
-    is_ids = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-    if not (is_ids or isinstance(value, str)):
-        raise ConfigError(f"{file}:{number} is neither a list of token ids nor a text")
-    return value
-
-
-def _encoder(tokenizer: str | None) -> Callable[[str], list[int]]:
-    if tokenizer is None:
-        raise ConfigError("there are texts among the prompts", hint="name their --tokenizer")
-    try:
-        from transformers import AutoTokenizer
-
-        loaded = AutoTokenizer.from_pretrained(tokenizer)
-    except ImportError as e:
-        raise ConfigError(f"texts need transformers: {e}") from e
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"--tokenizer {tokenizer!r} cannot be loaded: {e}") from e
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = loaded.encode(text)
-        return ids
-
-    return encode
-
-
-def _read(file: Path) -> str:
-    try:
-        if str(file) == "-":
-            return sys.stdin.read(_FILE_BYTES)
-        if file.stat().st_size > _FILE_BYTES:
-            raise ConfigError(f"{file} has more than {_FILE_BYTES:,} bytes", hint="split it")
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as e:
+        with open(sys.stdin.fileno() if str(file) == "-" else file, "rb") as source:
+            content = source.read(_FILE_BYTES + 1)
+    except OSError as e:
         raise ConfigError(f"cannot read {file}: {e}") from e
+    if len(content) > _FILE_BYTES:
+        raise ConfigError(f"{file} has more than {_FILE_BYTES:,} bytes", hint="split it")
+    return content

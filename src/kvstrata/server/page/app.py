@@ -10,14 +10,15 @@ from typing import Final
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kvstrata.core.errors import ConfigError, KVStrataError
-from kvstrata.server.page.guard import BODY_BYTES, Access, Guard
+from kvstrata.server.page.guard import FILES, ORDERS, WARM_FILE, Access, Bodies, Guard
 from kvstrata.server.page.sampler import Sampler
-from kvstrata.server.page.verbs import Verbs
+from kvstrata.server.page.verbs import ReadPrompts, Verbs
 
 __all__ = ["listen", "make_app", "run_page"]
 
@@ -35,11 +36,13 @@ _FILES: Final = {
 _CONNECTIONS: Final = 64
 _HEADER_BYTES: Final = 16 << 10
 _VERBS_AT_A_TIME: Final = 4
+_BODY_SECONDS: Final = 120.0
 
 
 def make_app(sampler: Sampler, verbs: Verbs, access: Access) -> Guard:
     """The page as an ASGI application; *sampler* is the caller's."""
     free = asyncio.Semaphore(_VERBS_AT_A_TIME)
+    file = asyncio.Lock()  # held while one is sent and read
 
     async def state(request: Request) -> Response:
         after = request.query_params.get("after", "0")
@@ -50,23 +53,32 @@ def make_app(sampler: Sampler, verbs: Verbs, access: Access) -> Guard:
         return _json(200, shown)
 
     async def verb(request: Request) -> Response:
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > BODY_BYTES:
-                return _refused(413, "too long")
+        body = await _body(request, ORDERS)
         if free.locked():
             return _refused(429, f"{_VERBS_AT_A_TIME} verbs are running: try again")
         async with free:
             try:
                 name = request.path_params["verb"]
-                answer = await asyncio.to_thread(verbs.carry_out, name, bytes(body))
+                answer = await asyncio.to_thread(verbs.carry_out, name, body)
             except KVStrataError as e:
-                return _refused(400 if isinstance(e, ConfigError) else 409, str(e))
+                return _failed(e)
         return _json(200, answer)
+
+    async def warm_file(request: Request) -> Response:
+        if file.locked():
+            return _refused(429, "another file is being read: try again")
+        async with file:
+            content = await _body(request, FILES)
+            try:
+                begun = verbs.warm_file(dict(request.query_params), content)
+                state = await asyncio.wrap_future(begun)
+            except KVStrataError as e:
+                return _failed(e)
+        return _json(200, {"prompts": state.prompts, "blocks": state.asked_blocks})
 
     routes = [Route(path, _file(*named)) for path, named in _FILES.items()]
     routes.append(Route("/api/state", state))
+    routes.append(Route(WARM_FILE, warm_file, methods=["POST"]))
     routes.append(Route("/api/{verb:str}", verb, methods=["POST"]))
     return Guard(Starlette(routes=routes), access)
 
@@ -83,9 +95,11 @@ def listen(host: str, port: int) -> socket.socket:
         ) from e
 
 
-def run_page(path: Path, listener: socket.socket, access: Access) -> None:
+def run_page(
+    path: Path, listener: socket.socket, access: Access, read_prompts: ReadPrompts
+) -> None:
     """Show the server at *path* until SIGTERM or SIGINT."""
-    sampler, verbs = Sampler(path), Verbs(path)
+    sampler, verbs = Sampler(path), Verbs(path, read_prompts)
     config = uvicorn.Config(
         make_app(sampler, verbs, access),
         log_config=None,
@@ -117,6 +131,25 @@ def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]
         return Response(content, media_type=media_type)
 
     return serve
+
+
+async def _body(request: Request, bodies: Bodies) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > bodies.most_bytes:
+                    raise HTTPException(413, bodies.too_long)
+    except TimeoutError as e:
+        raise HTTPException(408, f"the body is not here after {_BODY_SECONDS:.0f} s") from e
+    except ClientDisconnect as e:
+        raise HTTPException(400, "the body ends early") from e  # nobody hears it
+    return bytes(body)
+
+
+def _failed(error: KVStrataError) -> Response:
+    return _refused(400 if isinstance(error, ConfigError) else 409, str(error))
 
 
 def _json(status: int, value: object) -> Response:

@@ -3,9 +3,9 @@
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-__all__ = ["BODY_BYTES", "Access", "Guard"]
+__all__ = ["FILES", "ORDERS", "WARM_FILE", "Access", "Bodies", "Guard"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -13,7 +13,24 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-BODY_BYTES: Final = 64 << 10
+
+class Bodies(NamedTuple):
+    """What some requests carry."""
+
+    media_type: str
+    most_bytes: int
+    remedy: str
+
+    @property
+    def too_long(self) -> str:
+        return f"a body of at most {self.most_bytes:,} bytes, with its length{self.remedy}"
+
+
+WARM_FILE: Final = "/api/warm-file"
+ORDERS: Final = Bodies("application/json", 64 << 10, "")
+FILES: Final = Bodies("application/jsonl", 16 << 20, ": split the file, or use kvstrata warm")
+"""Of ``WARM_FILE`` alone; all others are ``ORDERS``."""
+
 _REQUESTS_PER_SECOND: Final = 50.0
 _BURST: Final = 200.0
 _POLICY: Final = (
@@ -114,18 +131,19 @@ class Guard:
             return None
         if self._access.needs_token and not self._access.is_token(headers.get("authorization", "")):
             return 401, "a token is needed"
-        return self._refusal_of_verb(headers) if scope["method"] == "POST" else None
+        return self._refusal_of_verb(scope["path"], headers) if scope["method"] == "POST" else None
 
-    def _refusal_of_verb(self, headers: dict[str, str]) -> tuple[int, str] | None:
+    def _refusal_of_verb(self, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         if not self._access.admin:
             return 403, "this page only shows: start it with --admin"
         if "origin" in headers and not self._access.is_origin(headers["origin"]):
             return 403, "another site asks"
-        if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            return 415, "JSON alone"
+        bodies = FILES if path == WARM_FILE else ORDERS
+        if headers.get("content-type", "").partition(";")[0].strip() != bodies.media_type:
+            return 415, f"{bodies.media_type} alone"
         said = headers.get("content-length", "")
-        if not (said.isascii() and said.isdigit()) or int(said) > BODY_BYTES:
-            return 413, f"a body of at most {BODY_BYTES} bytes, with its length"
+        if not (said.isascii() and said.isdigit()) or int(said) > bodies.most_bytes:
+            return 413, bodies.too_long
         return None
 
     def _has_allowance(self) -> bool:

@@ -1,20 +1,21 @@
 """What the page may do to a server, where that is allowed. Each verb has a connection of its own."""
 
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded
+from kvstrata.core.errors import ConfigError
+from kvstrata.core.keys import Keys
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 from kvstrata.server.client import ManagerClient, observe
-from kvstrata.server.warming import Warmed, warm
+from kvstrata.server.page.warmer import Warmer, WarmState
 
-__all__ = ["VERBS", "Verbs", "WarmState"]
+__all__ = ["VERBS", "ReadPrompts", "Verbs", "WarmFile"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,27 +62,30 @@ class Drain(msgspec.Struct, forbid_unknown_fields=True):
     wanted: bool
 
 
-class WarmState(msgspec.Struct, frozen=True):
-    """Of the prompt that is brought up, or was last."""
+class WarmFile(msgspec.Struct, forbid_unknown_fields=True):
+    """Begin to bring the prompts of a file up into host memory, once all of it is read. The fields
+    stand in the query, and the body is the file.
+    """
 
-    last_block: str
-    host_blocks: int
-    asked_blocks: int
-    is_over: bool
-    problem: str | None = None
+    namespace: _Namespace
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+
+
+ReadPrompts = Callable[[bytes, str, Mapping[str, str]], Sequence[Keys]]
+"""Keys of the prompts of a file: what it holds, its name, and the parts of the namespace."""
 
 
 class Verbs:
     """Blocking; for any thread. Raises errors of ours."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read_prompts: ReadPrompts) -> None:
         self._path = path
-        self._lock = threading.Lock()  # guards the next
-        self._warming: WarmState | None = None
+        self._read_prompts = read_prompts
+        self._warmer = Warmer(path)
 
     @property
     def warming(self) -> WarmState | None:
-        return self._warming
+        return self._warmer.state
 
     def carry_out(self, verb: str, body: bytes) -> dict[str, Any]:
         """Do *verb* as *body* says; what came of it. ``ConfigError`` names what is wrong."""
@@ -94,6 +98,22 @@ class Verbs:
             raise ConfigError(f"{verb}: {e}") from e
         _log.info("by the page: %s", order)
         return act(self, order)
+
+    def warm_file(self, query: Mapping[str, str], content: bytes) -> Future[WarmState]:
+        """Does not block: the future is done when the file is read, or says what is wrong in it."""
+        try:
+            order = msgspec.convert(query, WarmFile)
+        except msgspec.MsgspecError as e:
+            raise ConfigError(f"warm-file: {e}") from e
+        _log.info("by the page: %s", order)
+
+        def find() -> Sequence[Keys]:
+            with self._asking() as client:
+                report = client.stats()
+            known = {each.namespace: each.parts for each in report.namespaces} if report else {}
+            return self._read_prompts(content, order.name, known.get(order.namespace, {}))
+
+        return self._warmer.begin(bytes.fromhex(order.namespace), order.name, find)
 
     def _clear(self, order: Clear) -> dict[str, Any]:
         namespace = bytes.fromhex(order.namespace) if order.namespace else None
@@ -118,37 +138,14 @@ class Verbs:
         return {}
 
     def _warm(self, order: Warm) -> dict[str, Any]:
-        """Begin; ``warming`` tells how far it is. One prompt at a time."""
-        with self._lock:
-            if self._warming is not None and not self._warming.is_over:
-                raise LimitExceeded("another prompt is being brought up", hint="wait for its end")
-            self._warming = WarmState(order.last_block, 0, 0, is_over=False)
-        threading.Thread(
-            target=self._bring_up, args=[order], name="kvstrata-warm", daemon=True
-        ).start()
-        return {}
+        namespace, last = bytes.fromhex(order.namespace), bytes.fromhex(order.last_block)
 
-    def _bring_up(self, order: Warm) -> None:
-        state = WarmState(order.last_block, 0, 0, is_over=False)
-
-        def progress(warmed: Warmed) -> None:
-            nonlocal state
-            state = WarmState(
-                order.last_block, warmed.host_blocks, warmed.asked_blocks, is_over=False
-            )
-            self._warming = state
-
-        problem: str | None = "a bug: see the log of the page"
-        try:
-            namespace = bytes.fromhex(order.namespace)
+        def find() -> list[Keys]:
             with self._asking() as client:
-                keys = client.prompt(namespace, bytes.fromhex(order.last_block))
-                warm(client, namespace, keys, progress)
-            problem = None
-        except KVStrataError as e:
-            problem = str(e)
-        finally:
-            self._warming = msgspec.structs.replace(state, is_over=True, problem=problem)
+                return [client.prompt(namespace, last)]
+
+        self._warmer.begin(namespace, order.last_block, find).result()
+        return {}
 
     def _asking(self) -> "closing[ManagerClient]":
         return closing(observe(self._path, timeout_seconds=_ANSWER_SECONDS))

@@ -3,7 +3,7 @@ import { Chart } from "./charts.js";
 import { byId, bytes, number, percent } from "./dom.js";
 import { showPrompts } from "./prompts.js";
 import { curves, showCounters, showFigures, showHolds, showNamespaces, showTiers } from "./sections.js";
-import { ask, askForToken, clear, clearButton, drainDialog, runButtons, takeToken, unpinButton } from "./verbs.js";
+import { ask, askForToken, clear, clearButton, drainDialog, runButtons, showWarming, takeToken, unpinButton, warmFileButton } from "./verbs.js";
 
 const KEPT = 900, PERIOD_MS = 1000, SLOWEST_MS = 10_000;
 const THEMES = ["system", "light", "dark"];
@@ -48,7 +48,9 @@ function show(report, hottest, admin, warming) {
   showFigures(samples, report);
   showTiers(report, samples, admin ? (tier) => [clearButton(tier.tier, () => clear(null, tier.tier, tier.tier, sizes))] : none);
   showPrompts(byId("prompts"), hottest, report.tiers[0].block_bytes, names, admin ? (run) => runButtons(run, warming) : none);
-  showNamespaces(report, admin ? (each) => [clearButton(each.namespace, () => clear(each.namespace, null, `namespace ${each.namespace}`, sizes))] : none);
+  showNamespaces(report, admin ? (each) => [warmFileButton(each, warming),
+    clearButton(each.namespace, () => clear(each.namespace, null, `namespace ${each.namespace}`, sizes))] : none);
+  showWarming(byId("warming"), warming);
   showHolds(report, admin ? (pin) => [unpinButton(pin.number)] : none);
   showCounters(report);
   const { times, ...series } = curves(samples, report);
