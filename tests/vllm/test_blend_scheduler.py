@@ -56,11 +56,7 @@ def test_an_engine_that_cannot_blend_is_refused(
     ("part", "changes", "reason"),
     [
         ("parallel_config", {"pipeline_parallel_size": 2}, "no rank has the whole model"),
-        (
-            "parallel_config",
-            {"data_parallel_size": 2, "enable_expert_parallel": True},
-            "one engine cannot run it alone",
-        ),
+        ("parallel_config", {"data_parallel_size": 2}, "one engine cannot run it alone"),
         ("model_config", {"multimodal_config": object()}, "positions of a multimodal model"),
     ],
 )

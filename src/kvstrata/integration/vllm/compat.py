@@ -114,8 +114,7 @@ SURFACE: Final[Surface] = {
     },
     "vllm.config.parallel": {
         "ParallelConfig": (
-            "data_parallel_size enable_expert_parallel pipeline_parallel_size "
-            "tensor_parallel_size world_size"
+            "data_parallel_size pipeline_parallel_size tensor_parallel_size world_size"
         ),
     },
     "vllm.config.scheduler": {
