@@ -176,6 +176,12 @@ SURFACE: Final[Surface] = {
         "ForwardContext": "",
         "set_forward_context": "",
     },
+    "vllm.lora.layers": {
+        "LoRAMapping": "",
+    },
+    "vllm.lora.model_manager": {
+        "LoRAModelManager": "_last_mapping set_adapter_mapping",
+    },
     "vllm.model_executor.layers.attention": {
         "Attention": "",
     },
