@@ -288,7 +288,7 @@ class Engine:
         loads, saves = half._loads, half._saves
         tables = {
             "requests": half._requests,
-            "taints": half._taints._first_block,
+            "taints": half._taints._taints,
             "lookups": loads._lookups,
             "loads": loads._running,
             "refused": loads._refused,

@@ -21,13 +21,15 @@ TOKENS, HASH_TOKENS = 300, 32
 MATH = BlockMath((GroupMath(HASH_TOKENS),), HASH_TOKENS, 2 * HASH_TOKENS)
 
 
-def request(name: str = "r", *, blend: object = None, **carries: Any) -> Request:
+def request(
+    name: str = "r", *, blend: object = None, tokens: int = TOKENS, **carries: Any
+) -> Request:
     init_none_hash(sha256)
     params = carries.pop("sampling_params", SamplingParams(max_tokens=99))
     if blend is not None:
         params.extra_args = {"kv_transfer_params": {"blend": blend}}
     hasher = get_request_block_hasher(HASH_TOKENS, sha256)
-    return Request(name, [0] * TOKENS, params, None, block_hasher=hasher, **carries)
+    return Request(name, [0] * tokens, params, None, block_hasher=hasher, **carries)
 
 
 def image() -> list[MultiModalFeatureSpec]:
@@ -125,3 +127,16 @@ def test_taint_that_is_lifted_leaves_the_names_of_the_tokens() -> None:
     assert chain.first_token("mine") is None
     chain.lift(mine)
     assert mine.block_hashes == plain.block_hashes
+
+
+def test_taint_of_a_request_without_a_whole_block_can_be_lifted() -> None:
+    chain = TaintChain(MATH)
+    mine, plain = (request(name, tokens=31, cache_salt="s") for name in ("mine", "plain"))
+    chain.taint(mine, 3)
+    for each in (mine, plain):
+        each.append_output_token_ids([1] * 64)
+    assert not {*mine.block_hashes} & {*plain.block_hashes}
+    assert chain.first_token("mine") == 0
+    chain.lift(mine)
+    assert mine.block_hashes == plain.block_hashes
+    assert mine.cache_salt == "s"

@@ -4,11 +4,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from tests.caches import eventually
 from tests.vllm.bench import Bench, prompt
+from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
 from tests.vllm.plans import chunked, full, group, mla, plan, sliding, vllm_config
 from vllm.config import KVTransferConfig
@@ -29,6 +31,7 @@ from kvstrata.integration.vllm.blend.lookups import RunLookup
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.supported import refuse_engine
 from kvstrata.integration.vllm.connector import KVStrataConnector
+from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 
 RECURRENT = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
@@ -56,11 +59,7 @@ def test_an_engine_that_cannot_blend_is_refused(
     ("part", "changes", "reason"),
     [
         ("parallel_config", {"pipeline_parallel_size": 2}, "no rank has the whole model"),
-        (
-            "parallel_config",
-            {"data_parallel_size": 2, "enable_expert_parallel": True},
-            "one engine cannot run it alone",
-        ),
+        ("parallel_config", {"data_parallel_size": 2}, "one engine cannot run it alone"),
         ("model_config", {"multimodal_config": object()}, "positions of a multimodal model"),
     ],
 )
@@ -229,14 +228,10 @@ def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None
     eventually(bench.nothing_is_leased, "a run that is not reused stays leased")
 
 
-def test_what_the_server_does_not_have_is_named(bench: Bench) -> None:
-    init_none_hash(sha256)
-    engine = bench.engine()
-    engine.serve("one", prompt(1, 2 * TOKENS), 2)
-    bench.hears()
+def settled_lookup(engine: Engine) -> RunLookup:
+    """Of a run in two blocks that the engine has saved, and one that nobody has."""
     link, namespace = engine.half._link, engine.half._namespace
     known = engine.half._math.keys(engine.requests["one"], 0, 2)
-    keys = as_key_array([*known, b"x" * 32])
     runs = Runs(
         start=np.array([7]),
         length=np.array([3 * TOKENS - 2]),
@@ -244,7 +239,7 @@ def test_what_the_server_does_not_have_is_named(bench: Bench) -> None:
         generation=np.zeros(1, np.int8),
         skip=np.array([1]),
         key_offsets=np.array([0, 3]),
-        keys=keys,
+        keys=as_key_array([*known, b"x" * 32]),
         tokens_per_block=TOKENS,
     )
     lookup = RunLookup(link, namespace, runs, "r")
@@ -254,11 +249,46 @@ def test_what_the_server_does_not_have_is_named(bench: Bench) -> None:
         return lookup.is_settled(engine.half._config)
 
     eventually(is_settled, "no answer")
+    return lookup
+
+
+def test_what_the_server_does_not_have_is_named(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("one", prompt(1, 2 * TOKENS), 2)
+    bench.hears()
+    lookup = settled_lookup(engine)
     found = lookup.found()
     assert found.length.tolist() == [2 * TOKENS - 1]
     assert [bytes(key) for key in found.missing] == [b"x" * 32]
     lookup.abandon()
     eventually(bench.nothing_is_leased, "an abandoned lookup keeps its leases")
+
+
+def test_what_the_server_cannot_look_for_is_not_taken_for_lost(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("one", prompt(1, 2 * TOKENS), 2)
+    bench.hears()
+    engine.attachments[0].close()
+    eventually(
+        lambda: all(each["workers"] == [] for each in bench.manager.stats().engines),
+        "the worker does not go",
+    )
+    found = settled_lookup(engine).found()
+    assert len(found.slots) == len(found.missing) == 0
+
+
+def test_what_is_still_searched_for_is_not_taken_for_lost(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("one", prompt(1, 2 * TOKENS), 2)
+    bench.hears()
+    lookup = settled_lookup(engine)
+    (pending,) = lookup._pending
+    assert pending is not None
+    assert pending.status is not None
+    pending.status = msgspec.structs.replace(pending.status, state=TaskState.SEARCHING)
+    found = lookup.found()
+    assert (len(found.slots), len(found.missing)) == (2, 0)
+    lookup.abandon()
 
 
 @pytest.mark.parametrize("setting", [{"blend": "all"}, {"recompute_ratio": 0.3, "head_dim": 128}])

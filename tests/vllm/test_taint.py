@@ -63,3 +63,14 @@ def test_what_is_no_token_of_the_prompt_taints_nothing(bench: Bench, said: objec
     engine = bench.engine()
     received(engine, "received", said)
     assert bench.saved_keys() == names(bench, engine, 6)
+
+
+def test_a_prompt_without_a_whole_block_is_kept_apart_once_it_has_one(bench: Bench) -> None:
+    engine = bench.engine()
+    request = engine.add("received", PROMPT[:3], ANSWER, {"taint_from": 1})
+    engine.run()
+    assert bench.saved_keys() == set()
+    exact = engine.add("exact", list(request.all_token_ids), 2)
+    assert engine.scheduler.kv_cache_manager.get_computed_blocks(exact)[1] == 0
+    engine.run()
+    assert len(bench.saved_keys()) == bench.check_saved_bytes(engine) > 0

@@ -114,8 +114,7 @@ SURFACE: Final[Surface] = {
     },
     "vllm.config.parallel": {
         "ParallelConfig": (
-            "data_parallel_size enable_expert_parallel pipeline_parallel_size "
-            "tensor_parallel_size world_size"
+            "data_parallel_size pipeline_parallel_size tensor_parallel_size world_size"
         ),
     },
     "vllm.config.scheduler": {
@@ -176,6 +175,12 @@ SURFACE: Final[Surface] = {
     "vllm.forward_context": {
         "ForwardContext": "",
         "set_forward_context": "",
+    },
+    "vllm.lora.layers": {
+        "LoRAMapping": "",
+    },
+    "vllm.lora.model_manager": {
+        "LoRAModelManager": "_last_mapping set_adapter_mapping",
     },
     "vllm.model_executor.layers.attention": {
         "Attention": "",

@@ -7,6 +7,7 @@ before it stay shared.
 """
 
 import secrets
+from typing import Final, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
@@ -15,11 +16,18 @@ from kvstrata.integration.vllm.blocks import BlockMath
 
 __all__ = ["TaintChain"]
 
+_SALT_BYTES: Final = 16
+
+
+class _Taint(NamedTuple):
+    first_block: int  # in block hashes
+    salt: str | None  # that the request came with
+
 
 class TaintChain:
     def __init__(self, math: BlockMath) -> None:
         self._math = math
-        self._first_block: dict[str, int] = {}  # by request id, in block hashes
+        self._taints: dict[str, _Taint] = {}  # by request id
 
     def receive(self, request: Request) -> None:
         """Taint *request* if its ``kv_transfer_params`` say so: ``{"taint_from": token}``.
@@ -28,34 +36,41 @@ class TaintChain:
         is said there is no such token, and taints nothing.
         """
         first = (request.kv_transfer_params or {}).get("taint_from")
-        if type(first) is int and 0 <= first < request.num_prompt_tokens and request.block_hashes:
+        if type(first) is int and 0 <= first < request.num_prompt_tokens:
             self.taint(request, first)
 
     def taint(self, request: Request, first_token: int) -> None:
         """Rename the blocks of *request* from the one of *first_token* on.
 
-        If that is not full yet, the last one that is full goes with it. Those that it fills later
-        are named after these. A request can be tainted again, and only the last time counts.
+        If that is not full yet, the last one that is full goes with it, or if none is, a salt that
+        nobody has names the first. Those that it fills later are named after these. A request can be
+        tainted again, and only the last time counts.
         """
         self.lift(request)
-        first = min(first_token // self._math.hash_tokens, len(request.block_hashes) - 1)
-        length = len(request.block_hashes[first])
-        del request.block_hashes[first:]
-        request.block_hashes.append(BlockHash(secrets.token_bytes(length)))
-        request.update_block_hashes()
-        self._first_block[request.request_id] = first
+        salt = request.cache_salt
+        if request.block_hashes:
+            first = min(first_token // self._math.hash_tokens, len(request.block_hashes) - 1)
+            length = len(request.block_hashes[first])
+            del request.block_hashes[first:]
+            request.block_hashes.append(BlockHash(secrets.token_bytes(length)))
+            request.update_block_hashes()
+        else:
+            first = 0
+            request.cache_salt = secrets.token_hex(_SALT_BYTES)
+        self._taints[request.request_id] = _Taint(first, salt)
 
     def lift(self, request: Request) -> None:
         """Give *request* the names of its tokens again; it must hold no approximate block then."""
-        first = self._first_block.pop(request.request_id, None)
-        if first is not None:
-            del request.block_hashes[first:]
+        taint = self._taints.pop(request.request_id, None)
+        if taint is not None:
+            request.cache_salt = taint.salt
+            del request.block_hashes[taint.first_block :]
             request.update_block_hashes()
 
     def first_token(self, request_id: str) -> int | None:
         """Where the request's blocks begin to be approximate; None if none is."""
-        first = self._first_block.get(request_id)
-        return None if first is None else first * self._math.hash_tokens
+        taint = self._taints.get(request_id)
+        return None if taint is None else taint.first_block * self._math.hash_tokens
 
     def exact_blocks(self, request: Request) -> int:
         """Leading blocks of *request* that are known by their tokens, and hashed."""
@@ -65,4 +80,4 @@ class TaintChain:
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
-        self._first_block.pop(request_id, None)
+        self._taints.pop(request_id, None)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
 
 __all__ = ["RunLookup", "RunSlots"]
+
+# Of the blocks that were not found: it is still looking, or could not look.
+_KNOWS_NOTHING: Final = (TaskState.SEARCHING, TaskState.FAILED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +80,8 @@ class RunLookup:
             status = None if pending is None else pending.status
             if status is None or self.connection != self._link.number:
                 continue
-            missing.append(keys[status.matched_blocks + status.declined_blocks :])
+            if status.state not in _KNOWS_NOTHING:
+                missing.append(keys[status.matched_blocks + status.declined_blocks :])
             covered = len(status.slots) * tokens - int(runs.skip[i])
             if covered < 1:
                 continue

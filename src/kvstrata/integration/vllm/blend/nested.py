@@ -17,6 +17,8 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvstrata.integration.vllm.blend.adapters import without_adapters
+
 __all__ = ["NestedForward", "Part"]
 
 
@@ -42,7 +44,7 @@ class NestedForward:
         (group,) = kv_cache_config.kv_cache_groups
         context = vllm_config.compilation_config.static_forward_context
         backend = context[group.layer_names[0]].get_attn_backend()
-        self.model: Any = model
+        self._model: Any = model
         self._vllm_config = vllm_config
         self._device = device
         self._layers = group.layer_names
@@ -65,19 +67,29 @@ class NestedForward:
         positions = torch.cat([part.positions + part.shift for part in parts])
         slots = torch.cat([slots_of(p.positions, p.device_blocks, self._block_size) for p in parts])
         metadata = self._builder.build(0, self._common(lengths, ends, tables, slots))
-        with set_forward_context(
-            dict.fromkeys(self._layers, metadata),
-            self._vllm_config,
-            num_tokens=len(tokens),
-            slot_mapping=dict.fromkeys(self._layers, slots),
+        with (
+            without_adapters(self._model, len(tokens)),
+            set_forward_context(
+                dict.fromkeys(self._layers, metadata),
+                self._vllm_config,
+                num_tokens=len(tokens),
+                slot_mapping=dict.fromkeys(self._layers, slots),
+            ),
         ):
-            hidden: torch.Tensor = self.model(
+            hidden: torch.Tensor = self._model(
                 input_ids=tokens,
                 positions=positions,
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
         return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Of what follows the token whose last *hidden* state is (1, hidden size); None on some ranks."""
+        with without_adapters(self._model, 1):
+            found: torch.Tensor | None = self._model.compute_logits(hidden)
+        return found
 
     def _common(
         self, lengths: list[int], ends: list[int], tables: list[torch.Tensor], slots: torch.Tensor

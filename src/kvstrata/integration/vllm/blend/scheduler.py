@@ -70,7 +70,10 @@ class _Running:
     connection: int
     workers_left: int  # as bits
     blocks: list[KVCacheBlock]  # that it has beyond vLLM's until then
+    reused_tokens: int
+    spared_tokens: float  # of prefill, by the plan
     failed: bool = False
+    audit: Audit | None = None
 
 
 @dataclass(slots=True)
@@ -253,25 +256,33 @@ class BlendScheduler(SchedulerHalf):
 
     def worker_report(self, report: WorkerReport) -> None:
         super().worker_report(report)
-        for audit in report.audits.values():
-            self._judge(audit)
         for name, workers in report.load_done.items():
             running = self._running.get(name)
             if running is None:
                 continue
             running.workers_left &= ~workers
             running.failed = running.failed or name in report.load_failed
-            if running.workers_left:
-                continue
-            del self._running[name]
-            self._room.give_back(running.blocks)
-            if running.connection == self._link.number:  # whatever failed, the blocks are good
-                self._link.submit(p.Complete(running.task_ids))
-            if running.failed:
-                self._behind.pop(running.request_id, None)
-            if running.failed and (tracked := self._requests.get(running.request_id)) is not None:
-                self._results[running.request_id] = "failed"
-                self._taints.lift(tracked.request)
+            running.audit = report.audits.get(name, running.audit)
+            if not running.workers_left:
+                del self._running[name]
+                self._end(running)
+
+    def _end(self, running: _Running) -> None:
+        """No worker blends the request any more."""
+        self._room.give_back(running.blocks)
+        if running.connection == self._link.number:  # whatever failed, the blocks are good
+            self._link.submit(p.Complete(running.task_ids))
+        if running.audit is not None:
+            self._judge(running.audit)
+        if not running.failed:
+            spared = round(running.spared_tokens)
+            self._counted.add_counter(metrics.BLEND_TOKENS, ("reused",), running.reused_tokens)
+            self._counted.add_counter(metrics.BLEND_TOKENS, ("spared",), spared)
+            return
+        self._behind.pop(running.request_id, None)
+        if (tracked := self._requests.get(running.request_id)) is not None:
+            self._results[running.request_id] = "failed"
+            self._taints.lift(tracked.request)
 
     def _judge(self, audit: Audit) -> None:
         self._counted.add_counter(metrics.BLEND_AUDITS, ("same" if audit.agrees else "other",), 1)
@@ -417,21 +428,21 @@ class BlendScheduler(SchedulerHalf):
                 awaits_load,
             )
         )
+        reused = int(plan.runs.length.sum())
         self._running[found.task_ids[0]] = _Running(
             request.request_id,
             found.task_ids,
             self._link.number,
             all_workers(self._world_size),
             held,
+            reused,
+            candidate.spared_tokens,
         )
         self._results[request.request_id] = "blended"
         if self._config.blend_again:
             first = -(-plan.asking_from // self._math.tokens)
             self._behind[request.request_id] = _Behind(first, first)
         self._loads.add_source(request, CacheHitSource.HOST, plan.end - plan.exact_end)
-        reused, spared = int(plan.runs.length.sum()), round(candidate.spared_tokens)
-        self._counted.add_counter(metrics.BLEND_TOKENS, ("reused",), reused)
-        self._counted.add_counter(metrics.BLEND_TOKENS, ("spared",), spared)
         _log.debug(
             "request %s: blending %d tokens in %d runs, up to %d",
             request.request_id,

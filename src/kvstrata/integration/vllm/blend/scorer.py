@@ -70,7 +70,7 @@ class StepRunner:
     def predict(self, prompt: Prompt, positions: Positions) -> Scores | None:
         """Recompute *positions*; logits (vocabulary,) of what follows, None on some ranks."""
         hidden = self._nested.run([prompt.part(torch.from_numpy(positions))])
-        logits = self._nested.model.compute_logits(hidden[-1:])
+        logits = self._nested.logits(hidden[-1:])
         if logits is None:
             return None
         found: Scores = logits[0].float().cpu().numpy()

@@ -35,8 +35,8 @@ def _of_engine(config: Config, vllm_config: VllmConfig) -> Iterator[str]:
         yield "load_mode is 'layerwise', which runs a request before its blocks are there"
     if parallel.pipeline_parallel_size > 1:
         yield "with pipeline parallelism no rank has the whole model"
-    if parallel.data_parallel_size > 1 and parallel.enable_expert_parallel:
-        yield "with expert parallelism over data parallel engines one engine cannot run it alone"
+    if parallel.data_parallel_size > 1:  # to vLLM each engine of a dense model is the only one
+        yield "data parallel engines share their experts, and one engine cannot run it alone"
     if vllm_config.model_config.is_multimodal_model:
         yield "positions of a multimodal model are more than one number"
 

@@ -1,0 +1,105 @@
+"""How blending ends, told to vLLM's own scheduler by a worker that has no model to blend with."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.vllm.bench import Bench, prompt
+from tests.vllm.driven import Engine
+from tests.vllm.fake_runner import TOKENS, continuation
+from tests.vllm.faults import Again
+
+from kvstrata.blend.audit import Audit
+from kvstrata.integration.vllm.blend.connector import BlendConnector
+from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
+from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
+
+KNOWN = 10 * TOKENS
+SETTINGS = {
+    "blend_chunk_size": 2 * TOKENS,
+    "blend_min_saved_tokens": 40,
+    "blend_min_saved_share": 0,
+}
+
+
+class Ends:
+    """Ends what is to be blended in the step that begins it: *whole*, all of it exact, or failed."""
+
+    def __init__(self, engine: Engine, *, whole: bool) -> None:
+        self.begun: list[BlendRequestMeta] = []
+        self.counts: Counter[str] = Counter()
+        self._engine, self._whole = engine, whole
+        self._ended: list[BlendRequestMeta] = []
+        for owner, name, around in (
+            (engine.runner.half, "start_load", self._start_load),
+            (engine.runner.half, "collect", self._collect),
+            (engine.runner.half, "report", self._report),
+            (engine.half, "take_stats", self._take_stats),
+        ):
+            inner: Any = getattr(owner, name)
+            setattr(owner, name, lambda *args, i=inner, a=around: a(i(*args), *args))
+
+    def _start_load(self, _: None, plan: StepPlan) -> None:
+        for request in plan.blend.requests if plan.blend is not None else ():
+            self._ended.append(request)
+            blocks, tokens = request.device_blocks.tolist(), request.tokens.tolist()
+            self._engine.runner.fill(blocks, tokens[: request.plan.end])
+
+    def _collect(self, found: tuple[set[str], set[str]]) -> tuple[set[str], set[str]]:
+        received, failed = found
+        ids = {request.request_id for request in self._ended}
+        return received | ids, failed if self._whole else failed | ids
+
+    def _report(self, found: WorkerReport | None) -> WorkerReport | None:
+        ended, self._ended = self._ended, []
+        self.begun += ended
+        names = {request.task_ids[0] for request in ended}
+        ours = WorkerReport(
+            load_done=dict.fromkeys(names, self._engine.runner.half.bit),
+            load_failed=set() if self._whole else names,
+            audits=dict.fromkeys(names, Audit(1.5, agrees=False)) if self._whole else {},
+        )
+        return ours if found is None else ours.aggregate(found)
+
+    def _take_stats(self, found: Any) -> Any:
+        if found is not None:
+            self.counts.update(found.data["counters"])
+        return found
+
+
+def blended(bench: Bench, *, whole: bool, twice: bool = False) -> Ends:
+    """What became of a request whose prompt stood one token further to the left before."""
+    engine = bench.engine(connector=BlendConnector, **SETTINGS)
+    ends = Ends(engine, whole=whole)
+    text = prompt(1, KNOWN)
+    engine.serve("known", text, 2)
+    bench.hears()
+    engine.forget_device()
+    again = Again(engine.connector)
+    again.on = twice
+    asked = [7, *text, 7]
+    request = engine.add("asked", asked, 12, {"blend": {"ratio": 0}})
+    engine.run()
+    again.on = False
+    assert list(request.output_token_ids) == continuation(asked, 12)
+    assert [each.request_id for each in ends.begun] == ["asked"]
+    assert not any(engine.leftovers().values())
+    return ends
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_audit_counts_once_however_often_it_is_reported(bench: Bench, twice: bool) -> None:
+    counts = blended(bench, whole=True, twice=twice).counts
+    assert counts["kvstrata_blend_audits_total|other"] == 1
+    assert counts["kvstrata_blend_audit_divergence_total"] == 1.5
+    assert counts["kvstrata_blend_requests_total|blended"] == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokens_that_were_blended_in_vain_count_as_neither_reused_nor_spared(
+    bench: Bench, whole: bool
+) -> None:
+    counts = blended(bench, whole=whole).counts
+    assert counts["kvstrata_blend_requests_total|" + ("blended" if whole else "failed")] == 1
+    reused, spared = (counts[f"kvstrata_blend_tokens_total|{k}"] for k in ("reused", "spared"))
+    assert (reused, spared > 0) == ((KNOWN - 1, True) if whole else (0, False))
