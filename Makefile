@@ -58,7 +58,8 @@ unit: .venv ## The fast tests: no engine, no network
 nightly: .venv ## The state machines at length, a thousand runs of each at least; a thousand mixes of blended requests; every fault of a disk
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -o faulthandler_timeout=0 \
 		tests/property tests/vllm/test_schedulers_machine.py tests/vllm/test_blend_engine.py \
-		tests/vllm/test_blend_ground.py tests/vllm/test_blend_kinds.py tests/fault/test_disk_faults.py
+		tests/vllm/test_blend_ground.py tests/vllm/test_blend_logits.py tests/vllm/test_blend_kinds.py \
+		tests/fault/test_disk_faults.py
 
 SECONDS_OF_FUZZING ?= 60
 fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)

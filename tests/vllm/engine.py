@@ -34,6 +34,13 @@ MAX_TOKENS: Final = 1440  # of one prompt with its continuation: nearly the whol
 START_SECONDS: Final = 240.0
 ANSWER_SECONDS: Final = 120.0
 
+LOGITS: Final = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
+TWO_WORKERS: Final = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "gpu_memory_utilization": 0.3,  # of a worker
+}
+
 _CONNECTOR: Final = {
     "kv_connector": "KVStrataConnector",
     "kv_connector_module_path": "kvstrata.integration.vllm.connector",
@@ -54,6 +61,7 @@ class Ask:
     salt: str | None = None  # its cache_salt
     lora: str | None = None  # folder of the adapter
     embeds: str | None = None  # file of a tensor (tokens, hidden size) that is the prompt instead
+    logits: bool = False  # are wanted: of an engine with ``LOGITS`` in its settings
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,9 @@ class Answer:
     seconds: float  # from arrival to the last output
     embedding: list[float] = field(default_factory=list)  # of a pooling request
     transfer: dict[str, Any] | None = None  # its kv_transfer_params
+    logits: list[list[float]] = field(
+        default_factory=list
+    )  # of each token, (vocabulary,), if wanted
 
 
 class EngineFailed(AssertionError):
@@ -251,6 +262,15 @@ class Engine:
     def _failed(self, why: str) -> EngineFailed:
         tail = self.log_text()[-_LOG_TAIL_BYTES:]
         return EngineFailed(f"the engine: {why}\n--- the end of {self.log}\n{tail}")
+
+
+def bound_to_cores(workers: int) -> dict[str, str]:
+    """The environment of an engine of one or two *workers*: without it vLLM wants a NUMA node for each."""
+    environment = {"OMP_NUM_THREADS": "1"}
+    if workers > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+    return environment
 
 
 class CacheServer:
@@ -508,6 +528,7 @@ class _Child:
                 temperature=0,
                 ignore_eos=True,
                 detokenize=False,
+                logprobs=-1 if ask["logits"] else None,
                 extra_args=ask["transfer"] and {"kv_transfer_params": ask["transfer"]},
             )
         )
@@ -540,6 +561,7 @@ def _generated(output: Any) -> dict[str, Any]:
         "tokens": list(done.token_ids),
         "finish_reason": done.finish_reason,
         "transfer": output.kv_transfer_params,
+        "logits": [[row[i].logprob for i in sorted(row)] for row in done.logprobs or ()],
     }
 
 

@@ -1,14 +1,13 @@
 """Tokens of a real engine's cache read, written and computed one by one."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.machines import is_nightly
-from tests.vllm.engine import Engine
+from tests.vllm.engine import TWO_WORKERS, Engine, bound_to_cores
 
 from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
 
@@ -22,11 +21,6 @@ EAGER = {"enforce_eager": True}
 FP8 = {"kv_cache_dtype": "fp8"}
 ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
 COMPILED = {"enforce_eager": False}  # for tokens of any number, as vLLM does by default
-TWO_WORKERS = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-    "gpu_memory_utilization": 0.3,  # of a worker
-}
 
 
 @pytest.fixture(
@@ -83,10 +77,7 @@ def told(
             "start_timeout_seconds": 0.1,
         },
     }
-    cores = sorted(os.sched_getaffinity(0))
-    environment = {"OMP_NUM_THREADS": "1"}
-    if workers > 1:  # without it vLLM wants a NUMA node for each
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+    environment = bound_to_cores(workers)
     settings = {"dtype": dtype, **settings}
     with Engine(model, folder / "log", transfer, settings, environment=environment) as engine:
         engine.wait_ready()

@@ -3,36 +3,27 @@
 Its workers spin while they wait for each other, which on two cores takes turns from all others.
 """
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, report_at_rest
+from tests.vllm.engine import TWO_WORKERS, Act, Ask, bound_to_cores, report_at_rest
 from tests.vllm.oracle import Oracle, random_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone]
 
 TOKENS_PER_BLOCK = 2 * BLOCK_TOKENS
-SETTINGS = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-    "gpu_memory_utilization": 0.3,  # of a worker
-}
 
 
 @pytest.fixture(scope="module")
 def subject(
     tiny_llama: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    cores = sorted(os.sched_getaffinity(0))
-    # Without it vLLM wants a NUMA node for each worker.
-    bind = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("tensor-parallel")
     audited = {"blend_audit_share": 1}
-    with blending(tiny_llama, oracle, folder, SETTINGS, bind, audited) as made:
+    with blending(tiny_llama, oracle, folder, TWO_WORKERS, bound_to_cores(2), audited) as made:
         yield made
 
 
