@@ -227,6 +227,12 @@ MUTANTS = (
         "        if task.at_once:  # vLLM",
         "        if False:  # vLLM",
     ),
+    Mutant(
+        "pipeline: no step is planned before the one before it has ended",
+        "scheduler.py",
+        "ahead = vllm_config.parallel_config.pipeline_parallel_size - 1",
+        "ahead = 0",
+    ),
 )
 
 

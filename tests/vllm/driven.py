@@ -95,12 +95,14 @@ class Engine:
         drafts: int = 0,
         num_blocks: int = 200,
         ranks: int = 1,
+        stages: int = 1,
         policy: str = "recompute",
         groups: Sequence[KVCacheGroupSpec] = (),
         connector: type[KVStrataConnector] = KVStrataConnector,
         **extra: Any,
     ) -> None:
         self.asynchronous = asynchronous
+        self.steps_ahead = stages - 1 + asynchronous
         self.drafts = drafts
         settings = {
             "server": "attached",
@@ -116,7 +118,7 @@ class Engine:
             "prefault": False,
         } | extra
         init_none_hash(sha256)
-        config = self._vllm_config(folder, connector, settings, policy, ranks)
+        config = self._vllm_config(folder, connector, settings, policy, (stages, ranks))
         config.scheduler_config.async_scheduling = asynchronous  # which vLLM forbids on a CPU
         groups = groups or [group(full(block_size=DEVICE_TOKENS), layers=LAYERS)]
         sizes = {each.kv_cache_spec.block_size for each in groups}
@@ -131,7 +133,8 @@ class Engine:
         layerwise = extra.get("load_mode") == "layerwise"
         self.runner = FakeRunner(
             [
-                _rank(identity.regions.of(0, rank), config, planned, layerwise=layerwise)
+                _rank(identity.regions.of(stage, rank), config, planned, layerwise=layerwise)
+                for stage in range(stages)
                 for rank in range(ranks)
             ],
             seed=7,
@@ -174,8 +177,9 @@ class Engine:
         connector: type[KVStrataConnector],
         settings: dict[str, Any],
         policy: str,
-        ranks: int,
+        workers: tuple[int, int],
     ) -> VllmConfig:
+        stages, ranks = workers
         return VllmConfig(
             model_config=ModelConfig(
                 model=str(folder), skip_tokenizer_init=True, max_model_len=512
@@ -190,7 +194,9 @@ class Engine:
             cache_config=CacheConfig(block_size=32, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
             parallel_config=ParallelConfig(
-                tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else None
+                pipeline_parallel_size=stages,
+                tensor_parallel_size=ranks,
+                distributed_executor_backend="mp" if stages * ranks > 1 else None,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector.__name__,
@@ -240,7 +246,7 @@ class Engine:
     def step(self) -> None:
         output = self.scheduler.schedule()
         self.in_flight.append(output)
-        if len(self.in_flight) > (1 if self.asynchronous else 0):
+        if len(self.in_flight) > self.steps_ahead:
             self.finish_step()
 
     def finish_step(self) -> None:

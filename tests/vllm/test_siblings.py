@@ -1,11 +1,13 @@
 """Other connectors beside ours under vLLM's scheduler, as ``MultiConnector`` shows them to it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.bench import Bench, prompt
+from tests.vllm.bench import Bench, prompt, start
 from tests.vllm.driven import Engine
-from tests.vllm.fake_runner import continuation
+from tests.vllm.fake_runner import LAYERS, continuation
+from tests.vllm.plans import model_folder
 from vllm.v1.request import RequestStatus
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -105,6 +107,21 @@ def test_what_stands_on_blocks_that_another_connector_did_not_load_is_not_saved(
     assert request.status is RequestStatus.FINISHED_ERROR
     engine.serve("c", prompt(2, 60), 2)
     assert saved_requests(bench, engine) == {"c"}
+
+
+def test_what_a_pipeline_stands_on_bad_blocks_is_not_saved(folder: Path) -> None:
+    """The other stage has begun the next step when it is heard of them."""
+    model_folder(folder, num_hidden_layers=2 * LAYERS)
+    with start(folder, 400, ranks=2) as bench:
+        engine = bench.engine(stages=2, policy="fail")
+        sibling = Sibling(engine, is_asynchronous=False)
+        sibling.reports_bad_blocks = 2
+        request = engine.add("b", prompt(1, 120), 4)
+        engine.run()
+        assert request.status is RequestStatus.FINISHED_ERROR
+        engine.serve("c", prompt(2, 60), 2)
+        assert saved_requests(bench, engine) == {"c"}
+        assert bench.check_saved_bytes(engine) == 7
 
 
 def test_what_another_connector_has_loaded_is_saved(bench: Bench) -> None:

@@ -286,6 +286,21 @@ def test_saves_of_a_step_with_a_forward_wait_for_it(rank: Rank) -> None:
     assert rank.drain()[2] == WorkerReport(saved={1: 1})
 
 
+def test_saves_of_a_step_without_wait_for_save_begin_with_the_next_one(rank: Rank) -> None:
+    """As in all pipeline stages but the last where vLLM's first model runner drafts."""
+    rank.half.begin_step(StepPlan(SERVER, saves=[save(1)]))
+    assert rank.drain()[2] == WorkerReport()
+    rank.half.begin_step(StepPlan(SERVER, saves=[save(2)]))
+    assert rank.drain()[2] == WorkerReport(saved={1: 1})
+    plan = StepPlan(SERVER, saves=[save(3)], idle=True)
+    rank.half.begin_step(plan)
+    rank.half.start_load(plan)
+    rank.half.start_save(plan)
+    assert rank.drain()[2] == WorkerReport(saved={2: 1, 3: 1})
+    rank.half.begin_step(StepPlan(SERVER))
+    assert rank.drain()[2] == WorkerReport()
+
+
 def test_save_stops_at_the_first_slot_with_a_new_owner(bench: Bench, rank: Rank) -> None:
     rank.fill(1)
     wanted = save(device_blocks=list(range(1, 10)), slots=[0, 1, 2], generations=[10, 99, 12])

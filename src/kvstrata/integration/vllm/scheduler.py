@@ -94,9 +94,11 @@ class SchedulerHalf:
         self._taints = TaintChain(self._math)
         self._due = DueRequests()
         self._admitted: list[Admitted] = []  # to the step being scheduled
-        self._is_ahead = vllm_config.scheduler_config.async_scheduling
-        # To the steps whose end is not known: with asynchronous scheduling that is one more.
-        self._in_steps = deque[Sequence[Admitted]](maxlen=2 if self._is_ahead else 1)
+        # Steps whose end is not known when another is planned: each pipeline stage has one.
+        ahead = vllm_config.parallel_config.pipeline_parallel_size - 1
+        ahead += vllm_config.scheduler_config.async_scheduling
+        self._is_ahead = ahead > 0
+        self._in_steps = deque[Sequence[Admitted]](maxlen=1 + ahead)  # to those steps
         self._parked: set[str] = set()  # requests that wait for a load, of whatever connector
         self._rate = PrefillRate()
         self._rate_told_to = 0  # the connection

@@ -102,6 +102,7 @@ class WorkerHalf:
         self._tasks_of: dict[Handle[Copied], list[WorkerTask]] = {}
         self._layer_load: LayerLoad | None = None  # of this step
         self._layer_saves: LayerSaves | None = None  # of this step
+        self._unsaved: StepPlan | None = None  # of which no save has begun
         self._invalid: set[int] = set()  # device blocks of loads at once that have failed
         self._received: set[str] = set()
         self._not_received: set[str] = set()
@@ -119,8 +120,15 @@ class WorkerHalf:
         self._lanes = Lanes[Copied](threads=self._device.copy_threads)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before the forward of *plan* is launched: its loads need not wait for that."""
+        """Before the forward of *plan* is launched: its loads need not wait for that.
+
+        Where vLLM's first model runner drafts, it calls ``wait_for_save`` in the last pipeline stage
+        alone: in the others the saves of a step begin with the next.
+        """
         self._has_begun = True
+        if self._unsaved is not None:
+            self.start_save(self._unsaved)
+        self._unsaved = plan if plan.saves and not plan.idle else None
         if not plan.idle:
             self._device.step_begins()
         self._fence = self._device.fence() if plan.loads else None
@@ -182,6 +190,7 @@ class WorkerHalf:
     def start_save(self, plan: StepPlan) -> None:
         """Begin the plan's saves (vLLM ``wait_for_save``): this step's forward has written."""
         jobs, self._layer_saves, self._fence = self._layer_saves, None, None
+        self._unsaved = None
         if jobs is not None:
             jobs.start_all()
         elif not plan.idle:
@@ -208,6 +217,7 @@ class WorkerHalf:
 
     def refuse_saves(self, plan: StepPlan, why: str) -> None:
         """Report the plan's saves as failed: its blocks are not what they are named after."""
+        self._unsaved = None
         for task, _ in self._saves_of(plan):
             self._fail(task, why)
             self._finish(task)
