@@ -54,6 +54,7 @@ class Ask:
     salt: str | None = None  # its cache_salt
     lora: str | None = None  # folder of the adapter
     embeds: str | None = None  # file of a tensor (tokens, hidden size) that is the prompt instead
+    images: tuple[str, ...] = ()  # files, one for each token of the prompt that stands for one
 
 
 @dataclass(frozen=True)
@@ -488,12 +489,15 @@ class _Child:
 
     def _add(self, ask: dict[str, Any]) -> None:
         import torch
+        from PIL import Image
         from vllm import PoolingParams, SamplingParams
         from vllm.lora.request import LoRARequest
 
         prompt: dict[str, Any] = {"prompt_token_ids": ask["prompt"]}
         if ask["embeds"]:
             prompt = {"prompt_embeds": torch.load(ask["embeds"])}
+        if ask["images"]:
+            prompt["multi_modal_data"] = {"image": [Image.open(file) for file in ask["images"]]}
         if ask["salt"]:
             prompt["cache_salt"] = ask["salt"]
         adapter = None
