@@ -62,6 +62,7 @@ class Ask:
     lora: str | None = None  # folder of the adapter
     embeds: str | None = None  # file of a tensor (tokens, hidden size) that is the prompt instead
     logits: bool = False  # are wanted: of an engine with ``LOGITS`` in its settings
+    images: tuple[str, ...] = ()  # files, one for each token of the prompt that stands for one
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,8 @@ class Answer:
     seconds: float  # from arrival to the last output
     embedding: list[float] = field(default_factory=list)  # of a pooling request
     transfer: dict[str, Any] | None = None  # its kv_transfer_params
-    logits: list[list[float]] = field(
-        default_factory=list
-    )  # of each token, (vocabulary,), if wanted
+    # Of each token, (vocabulary,), if wanted.
+    logits: list[list[float]] = field(default_factory=list)
 
 
 class EngineFailed(AssertionError):
@@ -508,12 +508,15 @@ class _Child:
 
     def _add(self, ask: dict[str, Any]) -> None:
         import torch
+        from PIL import Image
         from vllm import PoolingParams, SamplingParams
         from vllm.lora.request import LoRARequest
 
         prompt: dict[str, Any] = {"prompt_token_ids": ask["prompt"]}
         if ask["embeds"]:
             prompt = {"prompt_embeds": torch.load(ask["embeds"])}
+        if ask["images"]:
+            prompt["multi_modal_data"] = {"image": [Image.open(file) for file in ask["images"]]}
         if ask["salt"]:
             prompt["cache_salt"] = ask["salt"]
         adapter = None

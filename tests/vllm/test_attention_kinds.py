@@ -1,8 +1,10 @@
-"""Real vLLM on models with sliding windows: right tokens, and what is reused, by kind of model."""
+"""Real vLLM on models with windows and chunks: right tokens, and what is reused, by kind of model."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import pytest
 from tests.vllm.engine import (
@@ -11,17 +13,42 @@ from tests.vllm.engine import (
     Act,
     Ask,
     Engine,
+    embedded_report,
     report_at_rest,
     wait_for_worker,
 )
 from tests.vllm.oracle import Oracle, ReuseModel, random_prompt, random_prompts
+from tests.vllm.tiny_llama4 import write_tiny_llama4
 
 from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
 
 pytestmark = pytest.mark.vllm
 
 WINDOW = 100  # less than a prompt and than the tokens of a step, no multiple of a block
+CHUNK = 192  # likewise, but for blocks of ours, which must divide it
 TOKENS_PER_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Kind:
+    write: Callable[[Path], Path]
+    device_blocks: int
+    groups: int
+    parts_chunks: bool = False  # from full attention, which vLLM does only when told to
+
+
+KINDS = {
+    "sliding": Kind(
+        partial(write_tiny_llama, model=TinyLlama(dtype="float32", window=WINDOW)), 56, groups=1
+    ),
+    "mixed": Kind(
+        partial(write_tiny_llama, model=TinyLlama(dtype="float32", window=WINDOW, full_layers=1)),
+        96,
+        groups=4,
+    ),
+    "chunked": Kind(partial(write_tiny_llama4, chunk=CHUNK), 96, groups=4, parts_chunks=True),
+    "chunked-in-one-group": Kind(partial(write_tiny_llama4, chunk=CHUNK), 56, groups=1),
+}
 
 
 @dataclass
@@ -31,21 +58,13 @@ class Subject:
     name: str
 
 
-def _models() -> dict[str, tuple[TinyLlama, int]]:
-    """By name, and how many device blocks: a group each for as many layers as attend to all."""
-    return {
-        "sliding": (TinyLlama(dtype="float32", window=WINDOW), 56),
-        "mixed": (TinyLlama(dtype="float32", window=WINDOW, full_layers=1), 96),
-    }
-
-
-@pytest.fixture(scope="module", params=["sliding", "mixed"])
+@pytest.fixture(scope="module", params=KINDS)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    model, device_blocks = _models()[request.param]
+    kind = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    path = write_tiny_llama(folder / "model", model)
+    path = kind.write(folder / "model")
     name = f"{folder.name}-{random.randrange(1 << 30)}"
     transfer = {
         "kv_role": "kv_both",
@@ -61,14 +80,17 @@ def subject(
             "save_timeout_seconds": 30,
         },
     }
-    settings = {"num_gpu_blocks_override": device_blocks}
+    settings = {"num_gpu_blocks_override": kind.device_blocks}
     alone = settings | {"enable_prefix_caching": False}
+    told = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": str(int(kind.parts_chunks))}
     with (
-        Engine(path, folder / "alone.log", settings=alone) as oracle,
-        Engine(path, folder / "vllm.log", transfer, settings) as engine,
+        Engine(path, folder / "alone.log", settings=alone, environment=told) as oracle,
+        Engine(path, folder / "vllm.log", transfer, settings, environment=told) as engine,
     ):
         engine.wait_ready()
         wait_for_worker(name)
+        (namespace,) = embedded_report(name).namespaces
+        assert len(namespace.parts["device_block_tokens"].split(",")) == kind.groups
         yield Subject(engine, Oracle(oracle), name)
 
 
