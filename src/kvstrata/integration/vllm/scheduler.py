@@ -94,9 +94,7 @@ class SchedulerHalf:
         self._taints = TaintChain(self._math)
         self._due = DueRequests()
         self._admitted: list[Admitted] = []  # to the step being scheduled
-        # Steps whose end is not known when another is planned: each pipeline stage has one.
-        ahead = vllm_config.parallel_config.pipeline_parallel_size - 1
-        ahead += vllm_config.scheduler_config.async_scheduling
+        ahead = _steps_ahead(vllm_config)
         self._is_ahead = ahead > 0
         self._in_steps = deque[Sequence[Admitted]](maxlen=1 + ahead)  # to those steps
         self._parked: set[str] = set()  # requests that wait for a load, of whatever connector
@@ -334,6 +332,12 @@ class SchedulerHalf:
                 "kv_load_failure_policy is 'fail': a load that fails ends its request with an "
                 "error; set it to 'recompute' in --kv-transfer-config to have it computed"
             )
+
+
+def _steps_ahead(vllm_config: VllmConfig) -> int:
+    """How many steps whose end is not known vLLM has when it plans another: one for each stage."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    return stages - 1 + vllm_config.scheduler_config.async_scheduling
 
 
 def _kept_apart(
