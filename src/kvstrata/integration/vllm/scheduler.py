@@ -337,7 +337,7 @@ class SchedulerHalf:
 def _steps_ahead(vllm_config: VllmConfig) -> int:
     """How many steps whose end is not known vLLM has when it plans another: one for each stage."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    return stages - 1 + vllm_config.scheduler_config.async_scheduling
+    return stages - 1 + bool(vllm_config.scheduler_config.async_scheduling)
 
 
 def _kept_apart(
