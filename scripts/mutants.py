@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         "pipeline: no step is planned before the one before it has ended",
         "scheduler.py",
-        "stages = vllm_config.parallel_config.pipeline_parallel_size",
+        "stages: int = vllm_config.parallel_config.pipeline_parallel_size",
         "stages = 1",
     ),
 )

@@ -336,8 +336,8 @@ class SchedulerHalf:
 
 def _steps_ahead(vllm_config: VllmConfig) -> int:
     """How many steps whose end is not known vLLM has when it plans another: one for each stage."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    return stages - 1 + bool(vllm_config.scheduler_config.async_scheduling)
+    stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    return stages - (0 if vllm_config.scheduler_config.async_scheduling else 1)
 
 
 def _kept_apart(
