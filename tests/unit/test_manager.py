@@ -90,6 +90,15 @@ def drained(manager: KVManager) -> None:
     assert manager._lower["disk"].drain(PATIENCE_SECONDS)
 
 
+def hold_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Of the disk, until the event is set."""
+    go, read = threading.Event(), DiskStore.read_into
+    monkeypatch.setattr(
+        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
+    )
+    return go
+
+
 def push_out(manager: KVManager, slots: int) -> None:
     """Fill host memory with blocks that nobody asks for."""
     save(manager, BOB, keys(*[77] * slots))
@@ -619,11 +628,7 @@ def test_launched_before_all_has_arrived_takes_what_is_there(
     save(manager, ALICE, keys(1, 2))
     drained(manager)
     push_out(manager, 3)
-    go = threading.Event()
-    read = DiskStore.read_into
-    monkeypatch.setattr(
-        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
-    )
+    go = hold_reads(monkeypatch)
     assert [host_slot(manager, ALICE + k) >= 0 for k in keys(1, 2)] == [True, False]
     told = list[TaskStatus]()
     task = manager.get_match(ALICE, keys(1, 2), settled=told.append)
@@ -645,10 +650,7 @@ def test_what_arrives_after_the_launch_is_not_counted_as_loaded(
     save(manager, ALICE, keys(1, 2))
     drained(manager)
     push_out(manager, 3)
-    go, read = threading.Event(), DiskStore.read_into
-    monkeypatch.setattr(
-        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
-    )
+    go = hold_reads(monkeypatch)
     task = manager.get_match(ALICE, keys(1, 2))
     assert len(task.slots) == 1
     manager.launch([task.task_id])
@@ -665,11 +667,7 @@ def test_two_gets_wait_for_one_read(
     save(manager, ALICE, keys(1))
     drained(manager)
     push_out(manager, 3)
-    go = threading.Event()
-    read = DiskStore.read_into
-    monkeypatch.setattr(
-        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
-    )
+    go = hold_reads(monkeypatch)
     tasks = [manager.get_match(ALICE, keys(1)).task_id for _ in range(2)]
     manager.cancel(tasks[:1])
     go.set()
@@ -688,10 +686,7 @@ def test_read_that_nobody_waits_for_any_more_leaves_its_blocks_on_disk(
         save(manager, ALICE, prompt)
     drained(manager)
     push_out(manager, 8)
-    go, read = threading.Event(), DiskStore.read_into
-    monkeypatch.setattr(
-        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
-    )
+    go = hold_reads(monkeypatch)
     first = [manager.prefetch(ALICE, prompt) for prompt in busy]  # all readers
     given_up = manager.get_match(ALICE, asked).task_id
     assert reads_running(manager) == 6
