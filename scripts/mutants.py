@@ -230,8 +230,8 @@ MUTANTS = (
     Mutant(
         "pipeline: no step is planned before the one before it has ended",
         "scheduler.py",
-        "stages: int = vllm_config.parallel_config.pipeline_parallel_size",
-        "stages = 1",
+        "further_stages: int = vllm_config.parallel_config.pipeline_parallel_size - 1",
+        "further_stages = 0",
     ),
 )
 

@@ -335,9 +335,11 @@ class SchedulerHalf:
 
 
 def _steps_ahead(vllm_config: VllmConfig) -> int:
-    """How many steps whose end is not known vLLM has when it plans another: one for each stage."""
-    stages: int = vllm_config.parallel_config.pipeline_parallel_size
-    return stages - (0 if vllm_config.scheduler_config.async_scheduling else 1)
+    """How many steps of unknown end vLLM has when it plans another: one for each further stage,
+    and one with asynchronous scheduling.
+    """
+    further_stages: int = vllm_config.parallel_config.pipeline_parallel_size - 1
+    return further_stages + bool(vllm_config.scheduler_config.async_scheduling)
 
 
 def _kept_apart(
