@@ -168,8 +168,11 @@ def _namespace(client: "ManagerClient", given: str | None) -> "tuple[NamespaceId
 
 def _read(file: Path) -> bytes:
     try:
-        with open(sys.stdin.fileno() if str(file) == "-" else file, "rb") as source:
-            content = source.read(_FILE_BYTES + 1)
+        if str(file) == "-":
+            content = sys.stdin.buffer.read(_FILE_BYTES + 1)
+        else:
+            with file.open("rb") as source:
+                content = source.read(_FILE_BYTES + 1)
     except OSError as e:
         raise ConfigError(f"cannot read {file}: {e}") from e
     if len(content) > _FILE_BYTES:
