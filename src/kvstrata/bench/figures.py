@@ -70,7 +70,7 @@ class Results:
         self._rates: dict[tuple[str, int], dict[Tier, float]] = {
             (each.workload, each.round): each.bytes_per_second for each in rates
         }
-        self._in_time_seconds = in_time_seconds
+        self.in_time_seconds = in_time_seconds
         self._token_bytes = token_bytes
 
     def workloads(self) -> list[str]:
@@ -82,6 +82,15 @@ class Results:
     def every(self) -> Iterator[Figures]:
         for workload, step in self._rows:
             yield from self.figures(workload, step)
+
+    def by_round(self, workload: str, step: str) -> dict[str, dict[int, list[Measured]]]:
+        """Contender → round → what it did at *step*, if that was as meant."""
+        found: dict[str, dict[int, list[Measured]]] = {}
+        for name, rows in self._rows[workload, step].items():
+            for row in rows:
+                if row.as_meant or row.tier is None:
+                    found.setdefault(name, {}).setdefault(row.round, []).append(row)
+        return found
 
     def figures(self, workload: str, step: str) -> list[Figures]:
         """Of each contender, in the order of ``CONTENDERS``."""
@@ -98,7 +107,7 @@ class Results:
         prompt_tokens = sum(answer.prompt_tokens for answer in answers)
         all_tokens = prompt_tokens + sum(answer.answer_tokens for answer in answers)
         one_by_one = rows[0].tier is not None
-        in_time = sum(first <= self._in_time_seconds for first in firsts)
+        in_time = sum(first <= self.in_time_seconds for first in firsts)
         asked = max(1, sum(len(row.answers) for row in valid))
         peer, to_peer = self._best_peer(workload, step, name)
         limit, to_limit = self._limit(workload, step, name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from kvstrata.bench.ahead import leads
 from kvstrata.bench.contenders import CONTENDERS
 from kvstrata.bench.figures import Figures, Results
 from kvstrata.bench.record import About, RunFolder
@@ -52,6 +53,7 @@ def markdown(folder: RunFolder) -> str:
         lines += [*_table(_TIME_TITLES, rows, _times), ""]
         lines += [*_table(_COST_TITLES, rows, _costs), ""]
         lines += [*_remarks([f for _, f in rows]), ""]
+        lines += _where_a_peer_is_ahead(results, workload)
     return "\n".join(lines)
 
 
@@ -120,6 +122,19 @@ def _costs(f: Figures) -> list[str]:
         *(_ms(f.cpu_seconds.get(role)) for role in ("engine", "client", "server")),
         *(moved, files, "" if f.memory_bytes is None else human_bytes(f.memory_bytes)),
     ]
+
+
+def _where_a_peer_is_ahead(results: Results, workload: str) -> list[str]:
+    rows = []
+    for step in results.steps(workload):
+        found: dict[str, list[str]] = {}
+        for lead in leads(results.by_round(workload, step), results.in_time_seconds):
+            found.setdefault(lead.contender, []).append(str(lead))
+        rows += [_line([step, CONTENDERS[c].title, "; ".join(f)]) for c, f in found.items()]
+    if not rows:
+        return []
+    titles = [_line(["step", "engine", "a peer is ahead in"]), _line(["---"] * 3)]
+    return ["In every round, and by more than 5 %:", "", *titles, *rows, ""]
 
 
 def _remarks(shown: list[Figures]) -> Iterator[str]:

@@ -1,0 +1,96 @@
+"""When a table says that a peer is ahead, and of what it does not say so."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from kvstrata.bench.ahead import leads
+from kvstrata.bench.processes import Usage
+from kvstrata.bench.record import Measured
+from kvstrata.bench.traffic import Answer
+
+IN_TIME = 0.5
+
+
+def row(
+    contender: str,
+    number: int,
+    firsts: Sequence[float],
+    *,
+    gap: float = 0.01,
+    memory: int = 1 << 30,
+    failure: str | None = None,
+) -> Measured:
+    answers = [
+        Answer(i, 0, 1000, 0, first, [gap, gap], 3, failure) for i, first in enumerate(firsts)
+    ]
+    used = {role: Usage(0.1, memory) for role in ("client", "engine", "server")}
+    return Measured("chat", number, 0, "chat", contender, 10.0, answers, used, {})  # type: ignore[arg-type]
+
+
+def told(*rows: Measured) -> Mapping[str, list[str]]:
+    at_step: dict[str, dict[int, list[Measured]]] = {}
+    for each in rows:
+        at_step.setdefault(each.contender, {}).setdefault(each.round, []).append(each)
+    found: dict[str, list[str]] = {}
+    for lead in leads(at_step, IN_TIME):
+        found.setdefault(lead.contender, []).append(str(lead))
+    return found
+
+
+def test_a_peer_that_is_sooner_in_every_round_is_ahead() -> None:
+    rows = [
+        *(row("kvstrata", n, [0.3]) for n in range(3)),
+        *(row("native", n, [first]) for n, first in enumerate((0.2, 0.29, 0.25))),
+        *(row("lmcache", n, [first]) for n, first in enumerate((0.1, 0.31, 0.1))),  # not in one
+        *(row("none", n, [0.01]) for n in range(3)),  # is no peer where something can be reused
+        *(row("kvstrata-disk", n, [0.2]) for n in range(3)),
+    ]
+    assert told(*rows) == {"kvstrata": ["first token 300.0 ms (vLLM tiering 250.0 ms)"]}
+
+
+def test_by_less_than_a_twentieth_it_is_not() -> None:
+    rows = [*(row("kvstrata", n, [0.104]) for n in range(3))]
+    rows += [row("native", n, [0.1]) for n in range(3)]
+    assert told(*rows) == {}
+
+
+def test_a_round_that_only_one_of_them_has_is_not_compared() -> None:
+    rows = [row("kvstrata", 0, [0.2]), row("kvstrata", 1, [0.2]), row("native", 0, [0.1])]
+    assert told(*rows) == {"kvstrata": ["first token 200.0 ms (vLLM tiering 100.0 ms)"]}
+    assert told(row("kvstrata", 0, [0.2]), row("native", 1, [0.1])) == {}
+
+
+def test_no_connector_is_a_peer_where_nothing_can_be_reused() -> None:
+    rows = [row("kvstrata", 0, [0.2]), row("none", 0, [0.1])]
+    assert told(*(replace(each, tier="none") for each in rows)) == {
+        "kvstrata": ["first token 200.0 ms (no connector 100.0 ms)"]
+    }
+
+
+def test_a_peer_whose_answers_failed_is_none() -> None:
+    assert told(row("kvstrata", 0, [0.2]), row("lmcache", 0, [0.1], failure="dead")) == {}
+
+
+@pytest.mark.parametrize(("answers", "said"), [(99, False), (100, True)])
+def test_a_percentile_is_one_of_a_hundred_at_least(answers: int, said: bool) -> None:
+    slow = [0.1] * (answers - 2) + [0.4, 0.4]
+    rows = [row("kvstrata", 0, slow), row("native", 0, [0.1] * answers)]
+    expected = {"kvstrata": ["first token p99 400.0 ms (vLLM tiering 100.0 ms)"]} if said else {}
+    assert told(*rows) == expected
+
+
+def test_all_other_figures_are_compared_and_the_best_peer_comes_first() -> None:
+    rows = [
+        row("kvstrata", 0, [0.2, 0.2], gap=0.02, memory=2 << 30),
+        row("native", 0, [0.2, 0.2, 0.2], gap=0.01),
+        row("lmcache", 0, [0.2, 0.2], gap=0.005),
+    ]
+    assert told(*rows)["kvstrata"] == [
+        "next token 20.0 ms (LMCache 5.0 ms, vLLM tiering 10.0 ms)",
+        "tokens/s 201 (vLLM tiering 301)",
+        "in time/s 0.20 (vLLM tiering 0.30)",
+        "CPU a request 150.0 ms (vLLM tiering 100.0 ms)",
+        "memory 6.0 GiB (vLLM tiering 3.0 GiB, LMCache 3.0 GiB)",
+    ]
