@@ -154,7 +154,7 @@ def measure(report: Report, total_bytes: int, seconds: float) -> None:
 def rows(total_bytes: int) -> Generator[Any]:
     """In the order of docs/gpu.md: what has a bound comes first, with what its engines tell."""
     import torch
-    from bench import gpu, gpu_beside, gpu_native, gpu_serving
+    from bench import gpu, gpu_beside, gpu_blend, gpu_native, gpu_serving
 
     device = torch.device("cuda", 0)
     yield from gpu.rows(device, total_bytes)
@@ -164,6 +164,7 @@ def rows(total_bytes: int) -> Generator[Any]:
         with tempfile.TemporaryDirectory(prefix="kvstrata-gpu-") as folder:
             yield from gpu_serving.rows(Path(folder))
             yield from gpu_serving.rows(Path(folder), gpu_serving.FAST, ["blockwise"])
+            yield from gpu_blend.rows(Path(folder))
     else:
         print("vLLM is not installed here: nothing is compared with it", file=sys.stderr)
     yield from gpu_beside.busy_rows(device, total_bytes)

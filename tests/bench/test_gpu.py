@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench import gpu, gpu_about, gpu_beside, gpu_native, gpu_serving
+from bench import gpu, gpu_about, gpu_beside, gpu_blend, gpu_native, gpu_serving
+from bench.blend_latency import Pair
 from bench.gpu import GEOMETRIES, Bed, Geometry
 from bench.gpu_rows import Row, markdown
 from scripts import gpu as script
@@ -225,6 +226,7 @@ def test_the_table_to_fill_has_a_row_for_each_that_is_measured_in_that_order(
             for mode in modes
             for row in gpu_serving._compare(serving, mode, answers, answers, answers)
         ),
+        *gpu_blend.compare([Pair(2050, 0.975, 2.0, 1.0, 2048, 1.0, 1.0)]),
         *gpu_beside.busy_rows(CPU, 1 << 16),
         *gpu_native.rows(CPU, native, 1 << 16),
     ]
@@ -235,6 +237,12 @@ def test_the_table_to_fill_has_a_row_for_each_that_is_measured_in_that_order(
     page = (script.ROOT / "docs" / "gpu.md").read_text()
     measured = [*bounds(markdown(copies)), *kernels, *bounds(markdown(others))]
     assert bounds(page) == measured
+
+
+def test_a_prompt_that_was_not_blended_is_not_met() -> None:
+    pairs = [Pair(2050, 0.975, 2.0, 0.5, cached, 1.0, 1.0) for cached in (2048, 64)]
+    share, ratio = gpu_blend.compare(pairs)
+    assert (share.found, share.is_met, ratio.found) == (0.5, False, 0.25)
 
 
 def bounds(text: str) -> list[tuple[str, str]]:
@@ -334,7 +342,7 @@ def test_what_takes_longer_than_ten_minutes_is_left_out(
 
 @pytest.mark.parametrize(
     ("is_installed", "has_copy", "expected"),
-    [(False, False, "cbt"), (True, True, "cbsstn"), (True, False, "cbsst")],
+    [(False, False, "cbt"), (True, True, "cbssdtn"), (True, False, "cbssdt")],
 )
 def test_vllm_is_measured_where_it_is_installed_and_what_is_only_told_comes_last(
     monkeypatch: pytest.MonkeyPatch, is_installed: bool, has_copy: bool, expected: str
@@ -345,6 +353,7 @@ def test_vllm_is_measured_where_it_is_installed_and_what_is_only_told_comes_last
     monkeypatch.setattr(gpu_native, "rows", lambda *_: iter("n"))
     monkeypatch.setattr(gpu_native, "find_native", lambda _: "copy" if has_copy else None)
     monkeypatch.setattr(gpu_serving, "rows", lambda *_: iter("s"))
+    monkeypatch.setattr(gpu_blend, "rows", lambda *_: iter("d"))
     monkeypatch.setattr(gpu_serving, "is_vllm_installed", lambda: is_installed)
     assert "".join(script.rows(1)) == expected
 

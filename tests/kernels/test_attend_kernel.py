@@ -29,6 +29,7 @@ class Case(NamedTuple):
     tokens: int
     apart: int  # elements between the queries of a token
     block: int  # queries of a program, and keys at a time
+    window: int | None
     seed: int
 
 
@@ -43,17 +44,23 @@ cases = st.builds(
     tokens=st.integers(1, 70),
     apart=st.integers(0, 3),
     block=st.sampled_from([16, 32]),
+    window=st.none() | st.integers(1, 80),
     seed=st.integers(0, 1 << 16),
 )
 
 
 def reference(
-    queries: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int | None,
 ) -> torch.Tensor:
     """float32; keys and values are (tokens, heads, elements)."""
     scores = torch.einsum("qhd,thd->hqt", queries.float(), keys) * 0.3
-    later = torch.arange(len(keys), device=keys.device) > positions[:, None]
-    shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+    behind = positions[:, None] - torch.arange(len(keys), device=keys.device)
+    unseen = (behind < 0) | (behind >= (window or len(keys)))
+    shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
     return torch.einsum("hqt,thd->qhd", shares, values)
 
 
@@ -90,13 +97,14 @@ def check(device: torch.device, case: Case, stored: torch.dtype) -> None:
     tokens = cache[pages.long()].float().transpose(1, 2).reshape(-1, case.kv_heads, elements)
     tokens = tokens[: case.tokens].repeat_interleave(case.heads_each, dim=1)
     keys, values = tokens.split([case.key_size, case.value_size], dim=2)
-    expected = reference(queries, positions, keys * kv.key_scale, values * kv.value_scale)
+    keys, values = keys * kv.key_scale, values * kv.value_scale
+    expected = reference(queries, positions, keys, values, case.window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend_triton, "_QUERIES", case.block)
         patch.setattr(attend_triton, "_KEYS", case.block)
         if device.type == "cpu":  # the interpreter multiplies the bits of bfloat16 as numbers
             patch.setitem(attend_triton._FACTORS, torch.bfloat16, tl.float32)
-        found = attend(queries, positions, kv, 0.3)
+        found = attend(queries, positions, kv, 0.3, case.window)
     assert found.dtype == case.dtype
     error = (found.float() - expected).abs().max().item()
     assert error <= TOLERANCE[case.dtype] * max(1.0, values.abs().max().item())

@@ -143,6 +143,7 @@ def test_the_defaults_are_these() -> None:
         "blend_chunk_size": 64,
         "blend_rule": "two_round_query",
         "blend_scored_layers": (),
+        "blend_attention": "auto",
         "blend_again": False,
         "recompute_ratio": 0.15,
         "recompute_boundary": 2,

@@ -20,6 +20,7 @@ SAY_CUDA = {
     "core/spellings_of_flexkv.py",  # of its settings
     "bench/contenders.py",  # vLLM's own worker needs it
     "bench/native_tiering.py",  # the same
+    "integration/vllm/blend/supported.py",  # as vLLM calls all GPUs
 }
 
 

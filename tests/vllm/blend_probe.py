@@ -1,7 +1,9 @@
 """What only the engine's own process can see of blending's ground: run there, told in a file."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.blend.plan import Positions
-from kvstrata.blend.position import PositionCorrector
+from kvstrata.blend.position import PositionCorrector, mean_difference
 from kvstrata.blend.selection import Recompute, ScoreAttention, ScoreDeviation, Step
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.gate import check_model
+from kvstrata.integration.vllm.blend.gathered import GatheredAttention
 from kvstrata.integration.vllm.blend.model import calling_model
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part, slots_of
-from kvstrata.integration.vllm.blend.pages import TokenPages, learn_page_map
+from kvstrata.integration.vllm.blend.pages import Queries, TokenPages, learn_page_map
 from kvstrata.integration.vllm.blend.ropes import correctors
 from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
 from kvstrata.integration.vllm.blend.taps import QueryTaps
@@ -57,13 +60,21 @@ class Ground:
         (self.pages,) = pages_from_tensors(kv_caches, self._geometry, self._planned)
         model = calling_model(self.attention)
         device = self.pages[0].device
-        self.nested = NestedForward(model, self._vllm_config, self._planned, device)
         self.layers = {
             name: TokenPages(layer, page, learn_page_map(layer, page, 0, self.block_size))
             for (name, layer), page in zip(self.attention.items(), self.pages, strict=True)
         }
         self.correctors = correctors(model, self.attention)
-        self.taps = QueryTaps(list(self.attention.values()))
+        attention = list(self.attention.values())
+        self.taps = QueryTaps(attention)
+        self.nested = NestedForward(model, self._vllm_config, self._planned, device)
+        self.gathered = NestedForward(
+            model,
+            self._vllm_config,
+            self._planned,
+            device,
+            GatheredAttention(attention, list(self.layers.values()), self.taps),
+        )
 
     def tokens(self, count: int) -> torch.Tensor:
         return torch.randint(self.vocabulary, (count,), generator=torch.Generator().manual_seed(1))
@@ -131,6 +142,35 @@ def recomputed_is_equal(ground: Ground) -> dict[str, Any]:
         "hidden": torch.equal(again, hidden[some]),
         "batched": torch.equal(both, torch.cat([hidden, hidden[some]])),
     }
+
+
+def gathered_is_close(ground: Ground) -> dict[str, Any]:
+    """As ``recomputed_is_equal``, by position: how far it is from what the engine's attention makes."""
+    count = 3 * ground.block_size - 5
+    blocks = torch.tensor([4, 9, 2], dtype=torch.int32)
+    tokens, positions = ground.tokens(count), torch.arange(count)
+    hidden = ground.nested.run([Part(tokens, positions, blocks)])
+    before = ground.read(blocks, count)
+    some = positions[torch.rand(count, generator=torch.Generator().manual_seed(2)) < 0.4]
+    for layer, old in zip(ground.layers.values(), before, strict=True):
+        keys, values = (torch.randn_like(part[some]) for part in old)
+        layer.write(keys, values, slots_of(some, blocks, ground.block_size))
+    spoilt = ground.read(blocks, count)
+    other = torch.tensor([11, 1, 6], dtype=torch.int32)
+    both = ground.gathered.run([Part(tokens, positions, other), Part(tokens[some], some, blocks)])
+    return {
+        "spoilt": _difference(spoilt, before),
+        "kv": _difference(ground.read(blocks, count), before),
+        "hidden": mean_difference(both, torch.cat([hidden, hidden[some]])),
+    }
+
+
+def _difference(found: KV, right: KV) -> float:
+    return max(
+        mean_difference(one, other)
+        for ours, theirs in zip(found, right, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 def kept_where_it_was_is_equal(ground: Ground) -> dict[str, Any]:
@@ -201,13 +241,23 @@ def gate_knows_the_model(ground: Ground) -> dict[str, Any]:
     ropes = {
         "own": ground.correctors,
         "pairs": [_with(c, is_neox=False) for c in ground.correctors],
-        "shifted": [_with(c, table=c._table.roll(7, 0)) for c in ground.correctors],
+        "shifted": [_with(c, table=c.table.roll(7, 0)) for c in ground.correctors],
         "slower": [
-            _with(c, table=c._table[torch.arange(c.positions) // 2]) for c in ground.correctors
+            _with(c, table=c.table[torch.arange(c.positions) // 2]) for c in ground.correctors
         ],
         "one layer": [*ground.correctors[:-1], _with(ground.correctors[-1], is_neox=False)],
     }
     verdicts = {name: _verdict(ground, found, ground.taps) for name, found in ropes.items()}
+    verdicts["own, gathered"] = _verdict(ground, ground.correctors, ground.taps, ground.gathered)
+    for what in ("later ones, too", "of another prompt"):
+        attends = NestedForward(
+            ground.nested._model,
+            ground._vllm_config,
+            ground._planned,
+            ground.pages[0].device,
+            Mistaken(what, ground),
+        )
+        verdicts[what] = _verdict(ground, ground.correctors, ground.taps, attends)
     turned = QueryTaps(list(ground.attention.values())[::-1])
     return verdicts | {"layers in another order": _verdict(ground, ground.correctors, turned)}
 
@@ -215,14 +265,37 @@ def gate_knows_the_model(ground: Ground) -> dict[str, Any]:
 def _with(
     corrector: PositionCorrector, *, is_neox: bool = True, table: torch.Tensor | None = None
 ) -> PositionCorrector:
-    table = corrector._table if table is None else table
+    table = corrector.table if table is None else table
     return PositionCorrector(table, rotary_dim=table.shape[1], is_neox=is_neox)
 
 
-def _verdict(ground: Ground, found: list[PositionCorrector], taps: QueryTaps) -> str:
+class Mistaken(GatheredAttention):
+    """Attends to what it should not."""
+
+    def __init__(self, what: str, ground: Ground) -> None:
+        layers = list(ground.attention.values())
+        super().__init__(layers, list(ground.layers.values()), ground.taps)
+        self._what = what
+
+    @contextmanager
+    def over(self, prompts: Sequence[Queries]) -> Iterator[None]:
+        if self._what == "later ones, too":
+            wrong = [replace(each, positions=each.positions * 0 + each.last) for each in prompts]
+        else:
+            wrong = [replace(each, device_blocks=each.device_blocks + 1) for each in prompts]
+        with super().over(wrong):
+            yield
+
+
+def _verdict(
+    ground: Ground,
+    found: list[PositionCorrector],
+    taps: QueryTaps,
+    nested: NestedForward | None = None,
+) -> str:
     try:
         check_model(
-            ground.nested,
+            nested or ground.nested,
             ground.layers,
             found,
             taps,
@@ -305,6 +378,7 @@ PROBES: dict[str, Callable[[Ground], dict[str, Any]]] = {
     for probe in (
         written_is_read,
         recomputed_is_equal,
+        gathered_is_close,
         kept_where_it_was_is_equal,
         attention_reaches_its_window,
         gate_knows_the_model,

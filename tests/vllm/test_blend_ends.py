@@ -15,6 +15,7 @@ from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 
 KNOWN = 10 * TOKENS
+ANSWER_SECONDS = 0.3  # in which the server has answered
 SETTINGS = {
     "blend_chunk_size": 2 * TOKENS,
     "blend_min_saved_tokens": 40,
@@ -103,3 +104,29 @@ def test_tokens_that_were_blended_in_vain_count_as_neither_reused_nor_spared(
     assert counts["kvstrata_blend_requests_total|" + ("blended" if whole else "failed")] == 1
     reused, spared = (counts[f"kvstrata_blend_tokens_total|{k}"] for k in ("reused", "spared"))
     assert (reused, spared > 0) == ((KNOWN - 1, True) if whole else (0, False))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prefix_that_others_compute_in_the_same_step_is_waited_for(
+    bench: Bench, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has answered before vLLM goes on, so that both are begun in one step."""
+    engine = bench.engine(connector=BlendConnector, **SETTINGS)
+    ends = Ends(engine, whole=True)
+    document, system = prompt(1, KNOWN), prompt(2, 3 * TOKENS)
+    engine.serve("known", document, 2)
+    bench.hears()
+    engine.forget_device()
+    link = engine.half._link
+    poll = link.poll
+    monkeypatch.setattr(link, "poll", lambda seconds: poll(max(seconds, ANSWER_SECONDS)))
+    if not together:
+        engine.serve("first", [*system, 5], 1)
+    else:
+        engine.add("first", [*system, 5], 1)
+    engine.add("asked", [*system, 7, *document, 7], 12, {"blend": {"ratio": 0}})
+    engine.run()
+    (begun,) = ends.begun
+    assert begun.plan.exact_end == len(system)
+    assert begun.awaits_step is together
+    assert not any(engine.leftovers().values())

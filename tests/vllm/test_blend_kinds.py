@@ -1,13 +1,21 @@
 """Blended requests of models whose attention does not reach everything, or whose KV is not exact."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from tests.machines import is_nightly
 from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
-from tests.vllm.engine import MAX_TOKENS, Act, Ask, Engine, report_at_rest
+from tests.vllm.engine import (
+    MAX_TOKENS,
+    TWO_WORKERS,
+    Act,
+    Ask,
+    Engine,
+    bound_to_cores,
+    report_at_rest,
+)
 from tests.vllm.oracle import Oracle
 
 from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
@@ -22,7 +30,10 @@ WINDOW = 100  # less than a document and than the tokens of a step, no multiple 
 class Kind:
     model: TinyLlama
     settings: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
 
+
+GATHERED = {"blend_attention": "gathered"}
 
 KINDS = {
     # A prompt has device blocks for what is in its last window, and as many again while it is blended.
@@ -32,11 +43,20 @@ KINDS = {
         {"disable_hybrid_kv_cache_manager": True},
     ),
     "fp8": Kind(TinyLlama(dtype="float32"), {"kv_cache_dtype": "fp8"}),
+    "gathered": Kind(TinyLlama(dtype="float32"), {}, GATHERED),
+    "gathered-sliding": Kind(
+        TinyLlama(dtype="float32", window=WINDOW), {"num_gpu_blocks_override": 64}, GATHERED
+    ),
+    "gathered-mixed": Kind(
+        TinyLlama(dtype="float32", window=WINDOW, full_layers=1),
+        {"disable_hybrid_kv_cache_manager": True, **TWO_WORKERS},
+        GATHERED,
+    ),
     "fp8-e5m2": Kind(TinyLlama(dtype="float32"), {"kv_cache_dtype": "fp8_e5m2"}),
 }
 
 
-@pytest.fixture(scope="module", params=KINDS if is_nightly() else ["sliding", "fp8"])
+@pytest.fixture(scope="module", params=KINDS if is_nightly() else ["gathered-sliding", "fp8"])
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
@@ -44,14 +64,19 @@ def subject(
     folder = tmp_path_factory.mktemp(request.param)
     path = write_tiny_llama(folder / "model", kind.model)
     alone = kind.settings | {"enable_prefix_caching": False}
+    environment = bound_to_cores(kind.settings.get("tensor_parallel_size", 1))
     with (
-        Engine(path, folder / "alone.log", settings=alone) as oracle,
-        blending(path, Oracle(oracle), folder, kind.settings) as made,
+        Engine(path, folder / "alone.log", settings=alone, environment=environment) as oracle,
+        blending(path, Oracle(oracle), folder, kind.settings, environment, kind.extra) as made,
     ):
         yield made
 
 
-of_sliding = pytest.mark.parametrize("subject", ["sliding"], indirect=True)
+of_sliding = pytest.mark.parametrize(
+    "subject",
+    ["sliding", "gathered-sliding"] if is_nightly() else ["gathered-sliding"],
+    indirect=True,
+)
 
 
 def test_everything_computed_anew_is_what_vllm_alone_answers(subject: Subject) -> None:

@@ -120,3 +120,15 @@ def test_where_everything_is_in_reach_vllm_has_given_all_blocks(window: int | No
     ours = room(pool_of(0), window)
     assert ours.reserve(request(), plan(4), 0)
     assert not ours.is_held
+
+
+def test_a_block_that_another_request_holds_is_shared() -> None:
+    pool, asked = pool_of(4), request()
+    ours = room(pool)
+    cached = cache(pool, asked, 2)
+    own = [block for id_ in cached for block in [pool.blocks[id_]]]
+    pool.touch(own)  # as vLLM does for the request itself
+    assert not ours.is_shared([NONE, *cached])
+    pool.touch(own[1:])  # and for another one
+    assert ours.is_shared([NONE, *cached])
+    assert not ours.is_shared(cached[:1])

@@ -89,11 +89,29 @@ def test_an_engine_whose_layers_have_windows_is_let_in(folder: Path, spec: KVCac
     refuse_engine(load_config({}, environ={}), config, plan(config, group(spec)))
 
 
-def test_an_engine_with_another_device_than_a_cpu_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "attention", "reason"),
+    [
+        ("xpu", "auto", "it runs on CPUs and GPUs, and this is xpu"),
+        ("cuda", "runs", "blend_attention is 'runs', which is for CPUs, and this is cuda"),
+    ],
+)
+def test_a_device_that_cannot_blend_so_is_refused(
+    folder: Path, device: str, attention: str, reason: str
+) -> None:
+    config = vllm_config(folder)
+    config.device_config.device_type = device
+    settings = load_config({"blend_attention": attention}, environ={})
+    with pytest.raises(ConfigError, match=reason):
+        refuse_engine(settings, config, plan(config, group(full())))
+
+
+@pytest.mark.parametrize("attention", ["auto", "gathered"])
+def test_a_gpu_is_let_in(folder: Path, attention: str) -> None:
     config = vllm_config(folder)
     config.device_config.device_type = "cuda"
-    with pytest.raises(ConfigError, match="on CPUs alone so far, and this is cuda"):
-        refuse_engine(load_config({}, environ={}), config, plan(config, group(full())))
+    settings = load_config({"blend_attention": attention}, environ={})
+    refuse_engine(settings, config, plan(config, group(full())))
 
 
 def settings_of(path: Path, **settings: Any) -> dict[str, Any]:

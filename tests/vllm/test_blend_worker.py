@@ -18,6 +18,7 @@ from kvstrata.blend.plan import BlendPlan, Positions, ReusedRuns
 from kvstrata.blend.rules import TwoRoundQueryRule
 from kvstrata.blend.selection import Recompute, ScoreAttention
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
+from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
 from kvstrata.integration.vllm.blend.worker import BlendWorker
 
@@ -47,27 +48,17 @@ class Recorder:
 
 @dataclass
 class Layer:
-    """``TokenPages``, each of whose tokens is its slot and its place in it, of slots of two blocks.
-
-    Also a ``PositionCorrector`` that leaves keys as they are.
-    """
+    """``TokenPages``, each of whose tokens is its slot and its place in it, of slots of two blocks."""
 
     tokens: int = BLOCK_TOKENS
     written: list[dict[int, int]] = field(default_factory=list)  # place → what is there now
 
-    def read(self, slots: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    device = torch.device("cpu")
+
+    def move(self, slots: Any, moves: TokenMoves, corrector: Any) -> None:
         tokens = torch.tensor(slots)[:, None] * 100 + torch.arange(2 * BLOCK_TOKENS)
-        return tokens.flatten(), tokens.flatten()
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
-        assert torch.equal(keys, values)
-        self.written.append(dict(zip(places.tolist(), keys.tolist(), strict=True)))
-
-    def rotation(self, *anything: Any) -> Any:
-        return SimpleNamespace(apply=lambda keys: keys)
-
-    def __hash__(self) -> int:
-        return id(self)
+        chosen = tokens.flatten()[moves.rows]
+        self.written.append(dict(zip(moves.slots.tolist(), chosen.tolist(), strict=True)))
 
 
 ALONE: Any = SimpleNamespace(world_size=1)
@@ -79,7 +70,7 @@ def worker_of(runner: Recorder, ranks: Any = ALONE, layer: Any = None) -> BlendW
     stand_in: Any = runner
     return BlendWorker(
         [layer],
-        [layer],
+        [None],  # type: ignore[list-item]  # keys are not turned here
         source,
         stand_in,
         lambda ratio: TwoRoundQueryRule(ratio, sink_tokens=0),
@@ -88,7 +79,12 @@ def worker_of(runner: Recorder, ranks: Any = ALONE, layer: Any = None) -> BlendW
 
 
 def request(
-    name: str, exact_blocks: int, *, is_audited: bool = False, awaits_load: bool = False
+    name: str,
+    exact_blocks: int,
+    *,
+    is_audited: bool = False,
+    awaits_load: bool = False,
+    awaits_step: bool = False,
 ) -> BlendRequestMeta:
     """A prompt of 200 tokens, of which 40 behind the exact prefix are reused.
 
@@ -111,6 +107,7 @@ def request(
         ratio=0.15,
         is_audited=is_audited,
         awaits_load=awaits_load,
+        awaits_step=awaits_step,
     )
 
 
@@ -128,6 +125,16 @@ def test_a_step_that_was_split_goes_on_before_an_older_request_begins() -> None:
         [("predict", 164, 36)],
         [("recompute", 32, 64)],
     ]
+
+
+def test_what_others_compute_in_the_same_step_is_waited_for() -> None:
+    runner = Recorder()
+    worker = worker_of(runner)
+    worker.begin(request("early", 1, awaits_step=True), SERVER)
+    assert worker.advance(SLOTS, 1000) == []
+    assert runner.forwards == []
+    (ended,) = worker.advance(SLOTS, 1000)
+    assert (ended.request_id, ended.whole) == ("early", True)
 
 
 def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:

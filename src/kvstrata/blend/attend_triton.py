@@ -25,6 +25,7 @@ _FACTORS: Final = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+_NO_WINDOW: Final = 1 << 30  # tokens, more than a prompt has
 _LOG2_E: Final = math.log2(math.e)
 
 
@@ -48,6 +49,13 @@ def _shares(scores, most):
 
 
 @triton.jit
+def _first_key(position, is_query, end, window, KEYS: tl.constexpr):
+    """Of those that any query sees, at the beginning of as many as are looked at a time."""
+    first = tl.min(tl.where(is_query, position, end), 0) - window + 1
+    return tl.maximum(first, 0) // KEYS * KEYS
+
+
+@triton.jit
 def _attend(
     queries,
     positions,
@@ -64,6 +72,7 @@ def _attend(
     cache_token,
     page_tokens,
     heads_each,  # query heads of a KV head
+    window,  # tokens that a query sees, its own included
     scale,  # of products, with the base of exp2
     value_scale,
     KEY: tl.constexpr,
@@ -89,7 +98,7 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
     end = tl.max(position, 0) + 1
-    for first in range(0, end, KEYS):
+    for first in range(_first_key(position, is_query, end, window, KEYS), end, KEYS):
         key_position = first + tl.arange(0, KEYS)
         is_key = key_position < end
         page = tl.load(pages + key_position // page_tokens, is_key, 0).to(tl.int64)
@@ -97,8 +106,8 @@ def _attend(
         is_part = is_key[None, :] & (of_key < KEY)[:, None]
         key = tl.load(row[None, :] + of_key[:, None], is_part, 0.0)
         scores = tl.dot(query, key.to(FACTOR), input_precision="ieee") * scale
-        is_seen = is_key[None, :] & (key_position[None, :] <= position[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
+        behind = position[:, None] - key_position[None, :]
+        scores = tl.where(is_key & (behind >= 0) & (behind < window), scores, float("-inf"))
         share, decay, most = _shares(scores, most)
         value = tl.load(row[:, None] + KEY + of_value[None, :], is_key[:, None] & is_value, 0.0)
         sums = sums * decay[:, None]
@@ -111,7 +120,11 @@ def _attend(
 
 
 def attend(
-    queries: torch.Tensor, positions: torch.Tensor, kv: PagedKV, scale: float
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    kv: PagedKV,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """What each query makes of the values up to its position: (queries, heads, value size).
 
@@ -119,6 +132,7 @@ def attend(
         queries: (queries, heads, key size) of float32, bfloat16 or float16; the last stride is 1.
         positions: int64 (queries,), in any order, each of a token whose KV is in ``kv.pages``.
         scale: What the products are multiplied with.
+        window: How many tokens a query attends to, its own included; None for all before it.
 
     Raises:
         ConfigError: This GPU has no instructions for the elements of the cache.
@@ -143,6 +157,7 @@ def attend(
         *cache.stride()[:3],
         cache.shape[2],
         heads // cache.shape[1],
+        _NO_WINDOW if window is None else window,
         scale * kv.key_scale * _LOG2_E,
         kv.value_scale,
         KEY=key_size,

@@ -1,8 +1,40 @@
-"""What some tokens of a prompt attend to, of all that stand before them."""
+"""Attention of some tokens of a prompt, wherever they stand, to what stands before them."""
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["most_attention"]
+__all__ = ["attend_by_position", "most_attention"]
+
+
+def attend_by_position(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """What each query makes of the values up to its position: (queries, heads, value size).
+
+    Args:
+        queries: (queries, heads, key size), of the tokens at *positions*, int64, in any order.
+        keys: (tokens, KV heads, key size), of the tokens from the first on.
+        values: (tokens, KV heads, value size).
+        scale: What the products are multiplied with.
+        window: How many tokens a query attends to, its own included; None for all before it.
+    """
+    query, key, value = (
+        each.to(queries.dtype).transpose(0, 1)[None] for each in (queries, keys, values)
+    )
+    attended = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_seen(positions, len(keys), window),
+        scale=scale,
+        enable_gqa=True,
+    )
+    return attended[0].transpose(0, 1)
 
 
 def most_attention(
@@ -23,11 +55,8 @@ def most_attention(
         window: How many tokens a probe attends to, itself included; None for all before it.
     """
     tokens, kv_heads, _ = keys.shape
-    positions = torch.arange(tokens, device=keys.device)
-    hidden = probes[:, None] < positions
-    if window is not None:
-        hidden |= probes[:, None] >= positions + window
-    mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf)
+    seen = _seen(probes, tokens, window)
+    mask = torch.zeros(seen.shape, device=keys.device).masked_fill_(~seen, -torch.inf)
     most = torch.zeros(tokens, device=keys.device)
     groups = queries.float().mul(scale).transpose(0, 1).chunk(kv_heads)
     for group, key in zip(groups, keys.float().unbind(1), strict=True):
@@ -35,3 +64,12 @@ def most_attention(
             products = torch.addmm(mask, head, key.T)
             most = torch.maximum(most, products.softmax(-1).amax(0))
     return most
+
+
+def _seen(positions: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor:
+    """Which of the first *tokens* each of *positions* attends to: bool (positions, tokens)."""
+    each = torch.arange(tokens, device=positions.device)
+    seen = positions[:, None] >= each
+    if window is not None:
+        seen &= positions[:, None] < each + window
+    return seen

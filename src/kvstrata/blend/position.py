@@ -137,14 +137,14 @@ class PositionCorrector:
                 f"a rope table of {table.dtype}",
                 hint="run without blending: this rotary embedding is not supported",
             )
-        self._table = table
-        self._is_neox = is_neox
-        self._first_dim = first_dim
+        self.table = table
+        self.is_neox = is_neox
+        self.first_dim = first_dim
 
     @property
     def positions(self) -> int:
         """How many positions the table has: those below it can be sources and targets."""
-        return len(self._table)
+        return len(self.table)
 
     def rotation(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> Rotation:
         """Return the turns from *sources* to *targets*, each (n,): positions, on the host.
@@ -152,10 +152,7 @@ class PositionCorrector:
         Raises:
             InvariantViolated: a position is not in the table.
         """
-        if sources.shape != targets.shape or sources.ndim != 1:
-            raise InvariantViolated(f"{sources.shape} sources for {targets.shape} targets")
-        for name, positions in (("source", sources), ("target", targets)):
-            self._check(name, positions)
+        self.check(sources, targets)
         moves = sources != targets
         moved = None if moves.all() else np.flatnonzero(moves)
         if moved is not None:
@@ -166,8 +163,8 @@ class PositionCorrector:
             sin=sin.unsqueeze(1),
             moved=None if moved is None else self._on_device(moved),
             tokens=len(moves),
-            is_neox=self._is_neox,
-            first_dim=self._first_dim,
+            is_neox=self.is_neox,
+            first_dim=self.first_dim,
         )
 
     def correct(
@@ -176,23 +173,27 @@ class PositionCorrector:
         """``rotation(sources, targets).apply(keys)``."""
         return self.rotation(sources, targets).apply(keys)
 
-    def _check(self, name: str, positions: NDArray[np.int64]) -> None:
-        outside = (positions < 0) | (positions >= self.positions)
-        if outside.any():
-            raise InvariantViolated(
-                f"{name} position {int(positions[outside][0])} is not in the rope table of "
-                f"{self.positions} positions"
-            )
+    def check(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Raises ``InvariantViolated`` unless keys can be turned from *sources* to *targets*."""
+        if sources.shape != targets.shape or sources.ndim != 1:
+            raise InvariantViolated(f"{sources.shape} sources for {targets.shape} targets")
+        for name, positions in (("source", sources), ("target", targets)):
+            outside = (positions < 0) | (positions >= self.positions)
+            if outside.any():
+                raise InvariantViolated(
+                    f"{name} position {int(positions[outside][0])} is not in the rope table of "
+                    f"{self.positions} positions"
+                )
 
     def _on_device(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        return torch.as_tensor(numbers, dtype=torch.int64, device=self._table.device)
+        return torch.as_tensor(numbers, dtype=torch.int64, device=self.table.device)
 
     def _turns(
         self, sources: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the angle between: the target's complex number over the source's."""
-        cos_from, sin_from = self._table[sources].float().chunk(2, -1)
-        cos_to, sin_to = self._table[targets].float().chunk(2, -1)
+        cos_from, sin_from = self.table[sources].float().chunk(2, -1)
+        cos_to, sin_to = self.table[targets].float().chunk(2, -1)
         squared = cos_from * cos_from + sin_from * sin_from
         cos = (cos_to * cos_from + sin_to * sin_from) / squared
         sin = (sin_to * cos_from - cos_to * sin_from) / squared

@@ -84,6 +84,16 @@ class BlendFields(BaseModel):
         ),
         examples=["[3, 6]"],
     )
+    blend_attention: Literal["auto", "runs", "gathered"] = Field(
+        default="auto",
+        description=(
+            "How tokens that are computed anew attend to those before them. `runs`: by vLLM's kernels, "
+            "to which each run of neighbours is a sequence of its own. `gathered`: all of a prompt's in "
+            "one attention, each up to its own position. `auto`: `runs` on a CPU, `gathered` on a GPU, "
+            "whose kernels would read all KV once for each run."
+        ),
+        examples=["gathered"],
+    )
     recompute_ratio: Annotated[float, BeforeValidator(_ratio)] = Field(
         default=RECOMPUTE_RATIOS["balanced"],
         ge=0,

@@ -19,9 +19,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.gate import check_model
+from kvstrata.integration.vllm.blend.gathered import GatheredAttention
+from kvstrata.integration.vllm.blend.layers import token_pages
 from kvstrata.integration.vllm.blend.model import calling_model
 from kvstrata.integration.vllm.blend.nested import NestedForward
-from kvstrata.integration.vllm.blend.pages import TokenPages, learn_page_map
 from kvstrata.integration.vllm.blend.ropes import check_ropes, correctors
 from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
@@ -121,12 +122,22 @@ class BlendConnector(KVStrataConnector):
         context = self._vllm_config.compilation_config.static_forward_context
         attention = {name: context[name] for name in group.layers}
         model = calling_model(attention)
-        nested = NestedForward(model, self._vllm_config, self._kv_cache_config, pages[0].device)
         layers = {
-            name: TokenPages(layer, page, learn_page_map(layer, page, NULL_BLOCK, group.block_size))
+            name: token_pages(layer, page, NULL_BLOCK, group.block_size)
             for (name, layer), page in zip(attention.items(), pages, strict=True)
         }
         taps = QueryTaps(list(attention.values()))
+        device = pages[0].device
+        gathers = self._config.blend_attention == "gathered" or device.type != "cpu"
+        nested = NestedForward(
+            model,
+            self._vllm_config,
+            self._kv_cache_config,
+            device,
+            GatheredAttention(list(attention.values()), list(layers.values()), taps)
+            if gathers
+            else None,
+        )
         check_ropes(model, self._config, next(iter(attention.values())).head_size)
         moves = correctors(model, attention)
         check_model(

@@ -33,6 +33,9 @@ class Elements(Protocol):
 
     digit_bits: int
 
+    number_type: torch.dtype
+    """What an element is, but for the scale."""
+
     def read(self, kept: torch.Tensor, scale: float) -> torch.Tensor:
         """The numbers that *kept* is, of ``page_type``."""
         ...
@@ -47,7 +50,7 @@ class _Plain:
     digit_bits = 7  # numbers up to 128 are exact in every floating type of 8 bits of precision
 
     def __init__(self, page_type: torch.dtype) -> None:
-        self.page_type = page_type
+        self.page_type = self.number_type = page_type
 
     def read(self, kept: torch.Tensor, scale: float) -> torch.Tensor:
         return kept
@@ -62,16 +65,16 @@ class _Float8:
     digit_bits = 6
 
     def __init__(self, kept: torch.dtype, written: torch.dtype) -> None:
-        self._kept = kept
+        self.number_type = kept
         self._written = written
 
     def read(self, kept: torch.Tensor, scale: float) -> torch.Tensor:
-        return kept.view(self._kept).float() * scale
+        return kept.view(self.number_type).float() * scale
 
     def to_write(self, numbers: torch.Tensor, scale: float) -> torch.Tensor:
-        most = torch.finfo(self._kept).max
-        nearest = (numbers.float() / scale).clamp(-most, most).to(self._kept)
-        beyond = _beyond(self._kept)[nearest.view(torch.uint8).long()]
+        most = torch.finfo(self.number_type).max
+        nearest = (numbers.float() / scale).clamp(-most, most).to(self.number_type)
+        beyond = _beyond(self.number_type, numbers.device)[nearest.view(torch.uint8).long()]
         return (beyond * scale).to(self._written)
 
 
@@ -89,11 +92,11 @@ def elements_of(attention: Any) -> Elements:
 
 
 @cache
-def _beyond(kept: torch.dtype) -> torch.Tensor:
+def _beyond(kept: torch.dtype, device: torch.device) -> torch.Tensor:
     """Of each byte, its number and a quarter of the step to the next beyond it."""
     codes = torch.arange(_CODES // 2, dtype=torch.uint8)
     numbers = codes.view(kept).double()
     steps = numbers.diff(append=numbers[-1:])
     steps = torch.where(steps.isfinite(), steps, steps.roll(1))  # beyond the largest there is none
     beyond = (numbers + steps / 4).float()
-    return torch.cat([beyond, -beyond])
+    return torch.cat([beyond, -beyond]).to(device)

@@ -5,7 +5,8 @@ a model for which that is not so (another rope in some layers, positions that ac
 other ways, a scaling that is not in the table) is refused. Needs no weights and no reference.
 
 A forward that is stopped at the last layer must have written the KV of every layer: so ends what is
-computed anew.
+computed anew. Tokens here and there, computed once more behind KV that is exact, must become what they
+were, and all of them, where attention is not the engine's, what they are with the engine's own.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from kvstrata.blend.position import (
     relative_difference,
 )
 from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
 from kvstrata.integration.vllm.blend.taps import QueryTaps
@@ -56,26 +58,35 @@ def check_model(
     sources = np.arange(count)
     scratch = torch.tensor([NULL_BLOCK], dtype=torch.int32)
 
+    def part(tokens: torch.Tensor, shift: int = 0) -> Part:
+        return Part(tokens, torch.from_numpy(sources), scratch, shift=shift)
+
     def forward(tokens: torch.Tensor, shift: int = 0) -> None:
-        nested.run([Part(tokens, torch.from_numpy(sources), scratch, shift=shift)])
+        nested.run([part(tokens, shift)])
 
     def written() -> list[tuple[torch.Tensor, torch.Tensor]]:
         read = (layer.read_blocks(scratch) for layer in layers.values())
         return [(keys[:count], values[:count]) for keys, values in read]
 
-    forward(tokens)
+    nested.run_as_the_engine(part(tokens))
     stored = written()
+    pages = [layer.copy_blocks(scratch) for layer in layers.values()]
+    slots = NULL_BLOCK * first.tokens + torch.from_numpy(sources)
     for shift in gate_shifts(min(positions, *(c.positions for c in correctors)), count):
         forward(tokens, shift)
-        moved = [
-            (corrector.correct(keys, sources, sources + shift), values)
-            for corrector, (keys, values) in zip(correctors, stored, strict=True)
-        ]
-        _compare(layers, moved, written(), f"its tokens are {shift} positions further on")
+        further_on = written()
+        moves = TokenMoves(sources, slots, sources, sources + shift, first.device)
+        for layer, page, corrector in zip(layers.values(), pages, correctors, strict=True):
+            layer.move(page, moves, corrector)
+        _compare(layers, written(), further_on, f"its tokens are {shift} positions further on")
     forward(tokens.flip(0))  # all layers have other KV now
     with taps.until(len(layers) - 1, wanted=()):
         forward(tokens)
     _compare(layers, stored, written(), "the model stops at the last layer's attention")
+    some = torch.from_numpy(sources[::2])
+    for computed in (tokens.flip(0), tokens):
+        nested.run([Part(computed[some], some, scratch)])
+    _compare(layers, stored, written(), "every other token is computed once more")
 
 
 def _compare(

@@ -30,6 +30,7 @@ class BlendRequestMeta:
     ratio: float
     is_audited: bool  # its first token is also computed exactly
     awaits_load: bool  # its exact prefix comes as a load of the same step
+    awaits_step: bool  # other requests may compute some of its exact prefix in the same step
 
 
 @dataclass(slots=True)

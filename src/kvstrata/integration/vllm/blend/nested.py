@@ -1,9 +1,11 @@
 """The engine's own model, run over chosen tokens of chosen requests inside a step.
 
 Each run of neighbouring tokens is to the attention backend a sequence of its own: its queries
-are the run, its context the request's block table up to the run's end. A layer writes the K and V
-of all tokens before any attention reads them, so that every token sees what the others become:
-selective recompute, with the tensor parallelism, quantisation and kernels of the engine.
+are the run, its context the request's block table up to the run's end. Or, with
+``GatheredAttention``, all tokens of a request are one sequence, whose attention is not the backend's.
+A layer writes the K and V of all tokens before any attention reads them, so that every token sees
+what the others become: selective recompute, with the tensor parallelism, quantisation and kernels
+of the engine.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.integration.vllm.blend.adapters import without_adapters
+from kvstrata.integration.vllm.blend.gathered import GatheredAttention
+from kvstrata.integration.vllm.blend.pages import Queries
 
 __all__ = ["NestedForward", "Part"]
 
@@ -31,6 +35,14 @@ class Part:
     device_blocks: torch.Tensor  # int32, the request's block table at least up to the last of them
     shift: int = 0  # what the model is told of each position beyond where its KV is
 
+    def queries(self, device: torch.device) -> Queries:
+        return Queries(
+            self.positions.to(device),
+            self.device_blocks.to(device),
+            first=int(self.positions[0]),
+            last=int(self.positions[-1]),
+        )
+
 
 class NestedForward:
     def __init__(
@@ -39,33 +51,57 @@ class NestedForward:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         device: torch.device,
+        gathered: GatheredAttention | None = None,
     ) -> None:
-        """*kv_cache_config* has one group of attention layers."""
+        """*kv_cache_config* has one group of attention layers.
+
+        *gathered*: in the place of their attention; None: the backend's own, over runs of tokens.
+        """
         (group,) = kv_cache_config.kv_cache_groups
         context = vllm_config.compilation_config.static_forward_context
         backend = context[group.layer_names[0]].get_attn_backend()
         self._model: Any = model
         self._vllm_config = vllm_config
         self._device = device
+        self._gathered = gathered
         self._layers = group.layer_names
         self._block_size = group.kv_cache_spec.block_size
         self._builder: Any = backend.get_builder_cls()(
             group.kv_cache_spec, group.layer_names, vllm_config, device
         )
 
+    @property
+    def is_gathered(self) -> bool:
+        return self._gathered is not None
+
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> torch.Tensor:
         """Write fresh K and V of *parts*; returns the last hidden states, part after part."""
+        if self._gathered is None:
+            return self._forward(parts, [_runs(part.positions) for part in parts])
+        with self._gathered.over([part.queries(self._device) for part in parts]):
+            return self._forward(parts, [[(0, len(part.positions))] for part in parts])
+
+    @torch.inference_mode()
+    def run_as_the_engine(self, part: Part) -> torch.Tensor:
+        """``run`` of neighbouring tokens, with the backend's own attention."""
+        return self._forward([part], [_runs(part.positions)])
+
+    def _forward(
+        self, parts: Sequence[Part], sequences: Sequence[Sequence[tuple[int, int]]]
+    ) -> torch.Tensor:
+        """*sequences*: of each part, first and end index of what attention is told is one."""
         lengths, ends, tables = [], [], []
-        for part in parts:
-            for first, last in _runs(part.positions):
+        for part, its_own in zip(parts, sequences, strict=True):
+            for first, last in its_own:
                 lengths.append(last - first)
                 ends.append(int(part.positions[last - 1]) + 1)
                 tables.append(part.device_blocks)
         # Ids of 64 bits would run a graph that was compiled for 32: vLLM drops torch's guards.
-        tokens = torch.cat([part.tokens for part in parts]).to(torch.int32)
-        positions = torch.cat([part.positions + part.shift for part in parts])
+        tokens = torch.cat([part.tokens for part in parts]).to(self._device, torch.int32)
+        positions = torch.cat([part.positions + part.shift for part in parts]).to(self._device)
         slots = torch.cat([slots_of(p.positions, p.device_blocks, self._block_size) for p in parts])
+        slots = slots.to(self._device)
         metadata = self._builder.build(0, self._common(lengths, ends, tables, slots))
         with (
             without_adapters(self._model, len(tokens)),
@@ -104,7 +140,9 @@ class NestedForward:
             num_actual_tokens=len(slots),
             max_query_len=max(lengths),
             max_seq_len=max(ends),
-            block_table_tensor=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            block_table_tensor=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(
+                self._device
+            ),
             slot_mapping=slots,
             causal=True,
         )

@@ -11,10 +11,14 @@ from typing import Any, Final
 
 import torch
 
+from kvstrata.blend.attention import attend_by_position
+from kvstrata.blend.position import PositionCorrector
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.elements import elements_of
+from kvstrata.integration.vllm.blend.moves import TokenMoves
+from kvstrata.integration.vllm.reach import Reach
 
-__all__ = ["PageMap", "TokenPages", "learn_page_map"]
+__all__ = ["PageMap", "Queries", "TokenPages", "learn_page_map"]
 
 _UNTOUCHED: Final = -1
 _SEED: Final = 0
@@ -31,10 +35,21 @@ class PageMap:
     values: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Of which tokens of a prompt they are; tensors on the device of the cache."""
+
+    positions: torch.Tensor  # int64 (n,), ascending
+    device_blocks: torch.Tensor  # int32, of the prompt at least up to the last of them
+    first: int  # of the positions, known without waiting for the device
+    last: int
+
+
 class TokenPages:
     """One layer's KV by token: read from pages as the store keeps them, written into slots.
 
-    A slot of a token is its device block times ``tokens`` and its place in it, as in vLLM.
+    A slot of a token is its device block times ``tokens`` and its place in it, as in vLLM. What is
+    given to be read or written may be on another device than the cache.
     """
 
     def __init__(self, attention: Any, pages: torch.Tensor, page_map: PageMap) -> None:
@@ -51,27 +66,58 @@ class TokenPages:
         """Whether the cache keeps less than what the model writes."""
         return self._elements.is_quantised
 
+    @property
+    def device(self) -> torch.device:
+        return self._pages.device
+
+    def move(self, pages: torch.Tensor, moves: TokenMoves, corrector: PositionCorrector) -> None:
+        """Write tokens of *pages*, uint8 (pages, page bytes), to other places, keys turned."""
+        keys, values = self.read(pages)
+        keys, values = keys.index_select(0, moves.rows), values.index_select(0, moves.rows)
+        self.write(moves.rotation(corrector).apply(keys), values, moves.slots)
+
+    def attend(self, queries: torch.Tensor, of: Queries) -> torch.Tensor:
+        """What *queries*, (n, heads, head size), make of the values: (n, heads, head size)."""
+        reach = Reach(self._attention.sliding_window)
+        first = reach.first_needed(of.first) // self.tokens
+        keys, values = self.read_blocks(of.device_blocks[first : of.last // self.tokens + 1])
+        first *= self.tokens
+        end = of.last + 1 - first
+        return attend_by_position(
+            queries,
+            keys[:end],
+            values[:end],
+            of.positions - first,
+            self._attention.impl.scale,
+            reach.window,
+        )
+
     def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, (pages * tokens, heads, head size), of *pages*, uint8 (pages, page bytes).
 
         Of the cache's dtype, or as float32 if that is quantised.
         """
+        pages = pages.to(self.device)
         return self._keys_of(pages), self._values_of(pages)
+
+    def copy_blocks(self, device_blocks: torch.Tensor) -> torch.Tensor:
+        """The pages of the engine's own *device_blocks*: uint8 (blocks, page bytes)."""
+        return self._pages.index_select(0, device_blocks.to(self.device))
 
     def read_blocks(self, device_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the engine's own *device_blocks*, (blocks * tokens, heads, head size)."""
-        return self.read(self._pages.index_select(0, device_blocks))
+        return self.read(self.copy_blocks(device_blocks))
 
     def read_keys(self, device_blocks: torch.Tensor) -> torch.Tensor:
         """``read_blocks`` of K alone."""
-        return self._keys_of(self._pages.index_select(0, device_blocks))
+        return self._keys_of(self.copy_blocks(device_blocks))
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Both (tokens, heads, head size), of the dtype that is read; *slots* int64 (tokens,).
 
         A quantised cache keeps the nearest numbers that it can: those that were read, as they were.
         """
-        _write(self._attention, keys, values, slots)
+        _write(self._attention, keys, values, slots.to(self.device))
 
     def _keys_of(self, pages: torch.Tensor) -> torch.Tensor:
         kept = pages.view(self._elements.page_type).index_select(1, self._keys).view(self._shape)

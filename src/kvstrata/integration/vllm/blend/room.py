@@ -82,6 +82,11 @@ class Room:
         theirs = [block.block_id for block in blocks]
         return [*block_ids[:first], *theirs, *block_ids[first + len(theirs) :]], blocks
 
+    def is_shared(self, block_ids: list[int]) -> bool:
+        """Whether another request holds one of a request's own *block_ids*."""
+        blocks = (self._pool.blocks[block_id] for block_id in block_ids)
+        return any(block.ref_cnt > 1 for block in blocks if not block.is_null)
+
     def give_back(self, blocks: list[KVCacheBlock]) -> None:
         """What was taken is needed no longer."""
         self._taken -= len(blocks)

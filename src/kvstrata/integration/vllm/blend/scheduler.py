@@ -243,7 +243,7 @@ class BlendScheduler(SchedulerHalf):
         device_blocks, held = self._room.take(request.request_id, theirs)
         super().allocated(request, lambda: (device_blocks,), exact)
         del self._candidates[request.request_id]
-        self._begin(request, candidate, plan, device_blocks, held, awaits_load=exact > 0)
+        self._begin(request, candidate, plan, device_blocks, held, loaded_tokens=exact)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         self._room.release()
@@ -405,13 +405,15 @@ class BlendScheduler(SchedulerHalf):
         device_blocks: list[int],
         held: list[KVCacheBlock],
         *,
-        awaits_load: bool,
+        loaded_tokens: int,
     ) -> None:
+        """*loaded_tokens* of the exact prefix are loaded, and those before them are on the device."""
         found, lookup = candidate.found, candidate.lookup
         assert found is not None
         assert lookup is not None
         lookup.abandon(but=found.task_ids)
         self._link.submit(p.Launch(found.task_ids))
+        on_device = device_blocks[: (plan.exact_end - loaded_tokens) // self._device_tokens]
         clipped = plan.runs.start - found.start[plan.origin]
         self._planned.append(
             BlendRequestMeta(
@@ -425,7 +427,9 @@ class BlendScheduler(SchedulerHalf):
                 found.first_row[plan.origin] + clipped,
                 candidate.wish.ratio,
                 self._auditor.wants_next(),
-                awaits_load,
+                awaits_load=loaded_tokens > 0,
+                # vLLM gives out blocks that another request computes in the step that it plans.
+                awaits_step=self._room.is_shared(on_device),
             )
         )
         reused = int(plan.runs.length.sum())

@@ -29,8 +29,10 @@ def refuse_engine(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCa
 
 def _of_engine(config: Config, vllm_config: VllmConfig) -> Iterator[str]:
     parallel, device = vllm_config.parallel_config, vllm_config.device_config.device_type
-    if device != "cpu":
-        yield f"it runs on CPUs alone so far, and this is {device}"
+    if device not in {"cpu", "cuda"}:
+        yield f"it runs on CPUs and GPUs, and this is {device}"
+    if device != "cpu" and config.blend_attention == "runs":
+        yield f"blend_attention is 'runs', which is for CPUs, and this is {device}"
     if config.load_mode == "layerwise":
         yield "load_mode is 'layerwise', which runs a request before its blocks are there"
     if parallel.pipeline_parallel_size > 1:

@@ -1,4 +1,4 @@
-"""Looking at the queries of attention layers while the model runs, and stopping it behind one.
+"""Attention layers while the model runs: seeing their queries, replacing them, stopping behind one.
 
 The tap is a class of its own for one implementation object: nothing of vLLM is patched, the object
 is still what it was an instance of, and compiled graphs call it as ever, since to them attention
@@ -6,12 +6,15 @@ is an opaque operator.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["QueryTaps"]
+__all__ = ["Attend", "QueryTaps"]
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Of a layer's number and queries to what is written into its output."""
 
 
 class _StopForward(Exception):
@@ -26,6 +29,7 @@ class QueryTaps:
         self._wanted: frozenset[int] = frozenset()
         self._last: int | None = None
         self._queries: dict[int, torch.Tensor] = {}
+        self._attend: Attend | None = None
         for number, layer in enumerate(layers):
             self._tap(layer.impl, number)
 
@@ -42,12 +46,28 @@ class QueryTaps:
         finally:
             self._last, self._wanted = None, frozenset()
 
+    @contextlib.contextmanager
+    def attending(self, attend: Attend) -> Iterator[None]:
+        """Run the model in this context with *attend* in the place of every layer's attention.
+
+        Its K and V have been written by then.
+        """
+        self._attend = attend
+        try:
+            yield
+        finally:
+            self._attend = None
+
     def _tap(self, impl: Any, number: int) -> None:
         base, taps = type(impl), self
 
         def forward(self: Any, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             taps._see(number, query)
-            return base.forward(self, layer, query, *args, **kwargs)
+            if taps._attend is None:
+                return base.forward(self, layer, query, *args, **kwargs)
+            output = kwargs["output"]  # vLLM's attention operator hands it over by name
+            taps._attend(number, query, output)
+            return output
 
         impl.__class__ = type(base.__name__, (base,), {"forward": forward})
 

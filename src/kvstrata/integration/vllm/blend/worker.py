@@ -29,6 +29,7 @@ from kvstrata.blend.selection import (
 )
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
+from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.nested import slots_of
 from kvstrata.integration.vllm.blend.pages import TokenPages
 from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
@@ -66,6 +67,7 @@ class _Job:
     server_id: bytes
     prompt: Prompt
     awaits_load: bool
+    awaits_step: bool  # until the step in which it came is over
     stage: _Stage
     moved_tokens: int = 0  # of its runs, the first ones
     selection: Selection | None = None  # what this stage runs, once it has begun
@@ -80,7 +82,7 @@ class _Job:
 
     @property
     def can_begin(self) -> bool:
-        waits = self.awaits_load or self.failed or self.stage is _Stage.OVER
+        waits = self.awaits_load or self.awaits_step or self.failed or self.stage is _Stage.OVER
         return self.selection is None and not waits
 
     @property
@@ -118,7 +120,9 @@ class BlendWorker:
         blocks = np.append(request.device_blocks, np.int32(NULL_BLOCK))
         prompt = Prompt(torch.from_numpy(request.tokens), torch.from_numpy(blocks))
         stage = _Stage.EXACT if request.is_audited else _Stage.REUSE
-        self._jobs.append(_Job(request, server_id, prompt, request.awaits_load, stage))
+        self._jobs.append(
+            _Job(request, server_id, prompt, request.awaits_load, request.awaits_step, stage)
+        )
 
     def loaded(self, request_id: str, *, whole: bool) -> bool:
         """The exact prefix of the request is in place, or not; whether it is one to blend."""
@@ -140,6 +144,8 @@ class BlendWorker:
         while budget_tokens > 0 and (batch := self._batch(budget_tokens)):
             budget_tokens -= self._run(batch, budget_tokens)
             self._agree()
+        for job in self._jobs:
+            job.awaits_step = False  # the next call comes in the next step
         over = [job for job in self._jobs if job.is_over]
         self._jobs = [job for job in self._jobs if not job.is_over]
         return [
@@ -202,15 +208,13 @@ class BlendWorker:
         rows = targets - np.repeat(start - request.first_row, length)[part]
         per_slot = self._source.per_slot * block_tokens
         slots = request.slots[rows[0] // per_slot : rows[-1] // per_slot + 1]
-        chosen = torch.from_numpy(rows - rows[0] // per_slot * per_slot)
+        chosen = rows - rows[0] // per_slot * per_slot
         places = slots_of(torch.from_numpy(targets), job.prompt.device_blocks, block_tokens)
-        rotations = {c: c.rotation(sources, targets) for c in set(self._correctors)}
+        moves = TokenMoves(chosen, places, sources, targets, self._layers[0].device)
         for number, (layer, corrector) in enumerate(
             zip(self._layers, self._correctors, strict=True)
         ):
-            keys, values = layer.read(self._source.read(mapping, slots, number))
-            keys, values = keys.index_select(0, chosen), values.index_select(0, chosen)
-            layer.write(rotations[corrector].apply(keys), values, places)
+            layer.move(self._source.read(mapping, slots, number), moves, corrector)
 
     def _batch(self, budget_tokens: int) -> list[tuple[_Job, Step]]:
         """The next steps that make the next forward.

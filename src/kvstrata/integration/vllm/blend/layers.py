@@ -1,0 +1,20 @@
+"""The KV of each attention layer by token, in the way that is quickest where it is."""
+
+import torch
+
+from kvstrata.integration.vllm.blend.pages import TokenPages, learn_page_map
+
+__all__ = ["token_pages"]
+
+
+def token_pages(
+    attention: torch.nn.Module, pages: torch.Tensor, scratch_block: int, block_size: int
+) -> TokenPages:
+    """As ``learn_page_map`` finds it; on a GPU with kernels, if its elements lie as they read them."""
+    page_map = learn_page_map(attention, pages, scratch_block, block_size)
+    if pages.device.type != "cpu":
+        from kvstrata.integration.vllm.blend.strided import StridedPages, Strides  # needs triton
+
+        if (strides := Strides.of(page_map)) is not None:
+            return StridedPages(attention, pages, page_map, strides)
+    return TokenPages(attention, pages, page_map)

@@ -1,0 +1,38 @@
+"""Tokens whose KV goes from host slots to other places of the cache: the same in all layers."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvstrata.blend.position import PositionCorrector, Rotation
+
+__all__ = ["TokenMoves"]
+
+
+class TokenMoves:
+    """Where each of some tokens comes from, and goes to.
+
+    On the device of the cache: ``rows``, int64 (tokens,), places in the pages that are read, and
+    ``slots``, in the cache.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.int64],
+        slots: torch.Tensor,
+        sources: NDArray[np.int64],
+        targets: NDArray[np.int64],
+        device: torch.device,
+    ) -> None:
+        """*sources* and *targets* are positions: where the tokens stood, and where they will."""
+        self.rows = torch.from_numpy(rows).to(device)
+        self.slots = slots.to(device)
+        self.sources = sources
+        self.targets = targets
+        self._rotations: dict[PositionCorrector, Rotation] = {}
+
+    def rotation(self, corrector: PositionCorrector) -> Rotation:
+        """Of the keys; raises ``InvariantViolated`` for a position that its table has not."""
+        if corrector not in self._rotations:
+            self._rotations[corrector] = corrector.rotation(self.sources, self.targets)
+        return self._rotations[corrector]
