@@ -11,9 +11,18 @@ from kvstrata.bench.record import Measured, Rates
 from kvstrata.bench.traffic import Answer
 from kvstrata.bench.workloads.workload import Tier
 
-__all__ = ["Figures", "Results", "percentile"]
+__all__ = ["Figures", "Results", "is_ours", "is_peer", "percentile"]
 
 _NO_PEERS = ("none", "roomy")
+
+
+def is_ours(contender: str) -> bool:
+    """Whether it is one of KVStrata's."""
+    return contender.startswith("kvstrata")
+
+
+def is_peer(contender: str) -> bool:
+    return contender not in _NO_PEERS and not is_ours(contender)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -38,6 +47,7 @@ class Figures:
     silent_most: float | None  # from the end of a restarted engine to the next first token
     gap_median: float | None  # between outputs of tokens
     gap_p99: float | None
+    gaps: int
     tokens_per_second: float | None  # of prompts and answers; not of prompts one by one
     goodput: float | None  # answers a second whose first token came in time
     reused_share: float | None  # of the tokens of prompts
@@ -70,7 +80,7 @@ class Results:
         self._rates: dict[tuple[str, int], dict[Tier, float]] = {
             (each.workload, each.round): each.bytes_per_second for each in rates
         }
-        self.in_time_seconds = in_time_seconds
+        self._in_time_seconds = in_time_seconds
         self._token_bytes = token_bytes
 
     def workloads(self) -> list[str]:
@@ -83,14 +93,21 @@ class Results:
         for workload, step in self._rows:
             yield from self.figures(workload, step)
 
-    def by_round(self, workload: str, step: str) -> dict[str, dict[int, list[Measured]]]:
-        """Contender → round → what it did at *step*, if that was as meant."""
-        found: dict[str, dict[int, list[Measured]]] = {}
-        for name, rows in self._rows[workload, step].items():
-            for row in rows:
-                if row.as_meant or row.tier is None:
-                    found.setdefault(name, {}).setdefault(row.round, []).append(row)
-        return found
+    def rounds(self, workload: str, step: str) -> list[dict[str, Figures]]:
+        """Contender → what it did at *step*, round by round; ratios are of that round."""
+        groups = self._rows[workload, step]
+        numbers = sorted({row.round for rows in groups.values() for row in rows})
+        return [
+            {
+                figures.contender: figures
+                for figures in Results(
+                    [row for rows in groups.values() for row in rows if row.round == number],
+                    [],
+                    self._in_time_seconds,
+                ).figures(workload, step)
+            }
+            for number in numbers
+        ]
 
     def figures(self, workload: str, step: str) -> list[Figures]:
         """Of each contender, in the order of ``CONTENDERS``."""
@@ -107,7 +124,7 @@ class Results:
         prompt_tokens = sum(answer.prompt_tokens for answer in answers)
         all_tokens = prompt_tokens + sum(answer.answer_tokens for answer in answers)
         one_by_one = rows[0].tier is not None
-        in_time = sum(first <= self.in_time_seconds for first in firsts)
+        in_time = sum(first <= self._in_time_seconds for first in firsts)
         asked = max(1, sum(len(row.answers) for row in valid))
         peer, to_peer = self._best_peer(workload, step, name)
         limit, to_limit = self._limit(workload, step, name)
@@ -124,6 +141,7 @@ class Results:
             silent_most=_of_some(max, [s for r in valid if (s := r.silent_seconds) is not None]),
             gap_median=_of_some(statistics.median, gaps),
             gap_p99=_of_some(lambda values: percentile(values, 99), gaps),
+            gaps=len(gaps),
             tokens_per_second=None if one_by_one else _share(all_tokens, seconds),
             goodput=None if one_by_one else _share(in_time, seconds),
             reused_share=_share(sum(answer.cached_tokens for answer in answers), prompt_tokens),
@@ -176,17 +194,12 @@ class Results:
 
     def _best_peer(self, workload: str, step: str, name: str) -> tuple[str, float | None]:
         """The peer that was soonest at this step, and how this contender compares to it."""
-        peers = [
-            other
-            for other in self._rows[workload, step]
-            if other not in _NO_PEERS and not other.startswith("kvstrata")
-        ]
         medians = {
             other: value
-            for other in peers
+            for other in filter(is_peer, self._rows[workload, step])
             if (value := self._median_of_rounds(workload, step, other)) is not None
         }
-        if not medians or not name.startswith("kvstrata"):
+        if not medians or not is_ours(name):
             return "", None
         best = min(medians, key=medians.__getitem__)
         return best, self._ratio(workload, (step, name), (step, best))

@@ -128,7 +128,7 @@ def _where_a_peer_is_ahead(results: Results, workload: str) -> list[str]:
     rows = []
     for step in results.steps(workload):
         found: dict[str, list[str]] = {}
-        for lead in leads(results.by_round(workload, step), results.in_time_seconds):
+        for lead in leads(results.rounds(workload, step)):
             found.setdefault(lead.contender, []).append(str(lead))
         rows += [_line([step, CONTENDERS[c].title, "; ".join(f)]) for c, f in found.items()]
     if not rows:
