@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from kvstrata.integration.vllm.blend.nested import NestedForward, Part, slots_of
 from kvstrata.integration.vllm.blend.pages import Queries, TokenPages, learn_page_map
 from kvstrata.integration.vllm.blend.ropes import correctors
 from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
-from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.blend.taps import AttentionTaps
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.geometry import pages_from_tensors
 from kvstrata.integration.vllm.metadata import NULL_BLOCK
@@ -66,7 +66,7 @@ class Ground:
         }
         self.correctors = correctors(model, self.attention)
         attention = list(self.attention.values())
-        self.taps = QueryTaps(attention)
+        self.taps = AttentionTaps(attention)
         self.nested = NestedForward(model, self._vllm_config, self._planned, device)
         self.gathered = NestedForward(
             model,
@@ -120,25 +120,52 @@ def written_is_read(ground: Ground) -> dict[str, Any]:
     return {"right": right}
 
 
+@dataclass
+class Spoilt:
+    """A whole prefill, of which some tokens have other KV since."""
+
+    tokens: torch.Tensor
+    blocks: torch.Tensor
+    some: torch.Tensor  # positions
+    hidden: torch.Tensor  # of the prefill
+    before: KV
+    since: KV
+
+    @classmethod
+    def of(cls, ground: Ground) -> "Spoilt":
+        count = 3 * ground.block_size - 5
+        blocks = torch.tensor([4, 9, 2], dtype=torch.int32)
+        tokens, positions = ground.tokens(count), torch.arange(count)
+        hidden = ground.nested.run([Part(tokens, positions, blocks)])
+        before = ground.read(blocks, count)
+        chosen = torch.rand(count, generator=torch.Generator().manual_seed(2)) < 0.4
+        some = positions[chosen]
+        for layer, old in zip(ground.layers.values(), before, strict=True):
+            keys, values = (torch.randn_like(part[some]) for part in old)
+            layer.write(keys, values, slots_of(some, blocks, ground.block_size))
+        return cls(tokens, blocks, some, hidden, before, ground.read(blocks, count))
+
+    @property
+    def part(self) -> Part:
+        """The tokens that are spoilt."""
+        return Part(self.tokens[self.some], self.some, self.blocks)
+
+    @property
+    def all_elsewhere(self) -> Part:
+        """All tokens, in other blocks."""
+        blocks = torch.tensor([11, 1, 6], dtype=torch.int32)
+        return Part(self.tokens, torch.arange(len(self.tokens)), blocks)
+
+
 def recomputed_is_equal(ground: Ground) -> dict[str, Any]:
     """Tokens that are spoilt and run again, in runs of every length, beside a whole prefill."""
-    count = 3 * ground.block_size - 5
-    blocks = torch.tensor([4, 9, 2], dtype=torch.int32)
-    tokens, positions = ground.tokens(count), torch.arange(count)
-    hidden = ground.nested.run([Part(tokens, positions, blocks)])
-    before = ground.read(blocks, count)
-    chosen = torch.rand(count, generator=torch.Generator().manual_seed(2)) < 0.4
-    some = positions[chosen]
-    for layer, old in zip(ground.layers.values(), before, strict=True):
-        keys, values = (torch.randn_like(part[some]) for part in old)
-        layer.write(keys, values, slots_of(some, blocks, ground.block_size))
-    spoilt_kv = ground.read(blocks, count)
-    again = ground.nested.run([Part(tokens[some], some, blocks)])
-    other = torch.tensor([11, 1, 6], dtype=torch.int32)
-    both = ground.nested.run([Part(tokens, positions, other), Part(tokens[some], some, blocks)])
+    spoilt = Spoilt.of(ground)
+    again = ground.nested.run([spoilt.part])
+    both = ground.nested.run([spoilt.all_elsewhere, spoilt.part])
+    hidden, some = spoilt.hidden, spoilt.some
     return {
-        "spoilt": not equal(before, spoilt_kv),
-        "kv": equal(before, ground.read(blocks, count)),
+        "spoilt": not equal(spoilt.before, spoilt.since),
+        "kv": equal(spoilt.before, ground.read(spoilt.blocks, len(hidden))),
         "hidden": torch.equal(again, hidden[some]),
         "batched": torch.equal(both, torch.cat([hidden, hidden[some]])),
     }
@@ -146,22 +173,13 @@ def recomputed_is_equal(ground: Ground) -> dict[str, Any]:
 
 def gathered_is_close(ground: Ground) -> dict[str, Any]:
     """As ``recomputed_is_equal``, by position: how far it is from what the engine's attention makes."""
-    count = 3 * ground.block_size - 5
-    blocks = torch.tensor([4, 9, 2], dtype=torch.int32)
-    tokens, positions = ground.tokens(count), torch.arange(count)
-    hidden = ground.nested.run([Part(tokens, positions, blocks)])
-    before = ground.read(blocks, count)
-    some = positions[torch.rand(count, generator=torch.Generator().manual_seed(2)) < 0.4]
-    for layer, old in zip(ground.layers.values(), before, strict=True):
-        keys, values = (torch.randn_like(part[some]) for part in old)
-        layer.write(keys, values, slots_of(some, blocks, ground.block_size))
-    spoilt = ground.read(blocks, count)
-    other = torch.tensor([11, 1, 6], dtype=torch.int32)
-    both = ground.gathered.run([Part(tokens, positions, other), Part(tokens[some], some, blocks)])
+    spoilt = Spoilt.of(ground)
+    both = ground.gathered.run([spoilt.all_elsewhere, spoilt.part])
+    hidden = spoilt.hidden
     return {
-        "spoilt": _difference(spoilt, before),
-        "kv": _difference(ground.read(blocks, count), before),
-        "hidden": mean_difference(both, torch.cat([hidden, hidden[some]])),
+        "spoilt": _difference(spoilt.since, spoilt.before),
+        "kv": _difference(ground.read(spoilt.blocks, len(hidden)), spoilt.before),
+        "hidden": mean_difference(both, torch.cat([hidden, hidden[spoilt.some]])),
     }
 
 
@@ -258,7 +276,7 @@ def gate_knows_the_model(ground: Ground) -> dict[str, Any]:
             Mistaken(what, ground),
         )
         verdicts[what] = _verdict(ground, ground.correctors, ground.taps, attends)
-    turned = QueryTaps(list(ground.attention.values())[::-1])
+    turned = AttentionTaps(list(ground.attention.values())[::-1])
     return verdicts | {"layers in another order": _verdict(ground, ground.correctors, turned)}
 
 
@@ -290,7 +308,7 @@ class Mistaken(GatheredAttention):
 def _verdict(
     ground: Ground,
     found: list[PositionCorrector],
-    taps: QueryTaps,
+    taps: AttentionTaps,
     nested: NestedForward | None = None,
 ) -> str:
     try:

@@ -9,7 +9,7 @@ import torch
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.gathered import GatheredAttention
-from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.blend.taps import AttentionTaps
 
 pytestmark = pytest.mark.vllm
 
@@ -48,19 +48,19 @@ def test_what_is_more_than_a_softmax_of_products_is_refused(
     with pytest.raises(
         ConfigError, match=rf"layer model.layers.0 .*{re.escape(reason)}, which blending"
     ):
-        GatheredAttention(layers, [], QueryTaps(layers))
+        GatheredAttention(layers, [], AttentionTaps(layers))
 
 
 def test_queries_of_eight_bits_are_refused() -> None:
     quantised = layer()
     quantised.query_quant = object()
     with pytest.raises(ConfigError, match="quantises its queries"):
-        GatheredAttention([quantised], [], QueryTaps([quantised]))
+        GatheredAttention([quantised], [], AttentionTaps([quantised]))
 
 
 def test_layers_attend_as_ever_before_and_after_it_even_where_it_fails() -> None:
     own = layer()
-    taps = QueryTaps([own])
+    taps = AttentionTaps([own])
     output = torch.zeros(2)
 
     def attend(number: int, queries: torch.Tensor, output: torch.Tensor) -> None:

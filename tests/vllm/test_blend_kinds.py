@@ -56,7 +56,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS if is_nightly() else ["gathered-sliding", "fp8"])
+@pytest.fixture(
+    scope="module", params=KINDS if is_nightly() else ["sliding", "gathered-sliding", "fp8"]
+)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
@@ -72,11 +74,7 @@ def subject(
         yield made
 
 
-of_sliding = pytest.mark.parametrize(
-    "subject",
-    ["sliding", "gathered-sliding"] if is_nightly() else ["gathered-sliding"],
-    indirect=True,
-)
+of_sliding = pytest.mark.parametrize("subject", ["sliding", "gathered-sliding"], indirect=True)
 
 
 def test_everything_computed_anew_is_what_vllm_alone_answers(subject: Subject) -> None:

@@ -28,7 +28,7 @@ from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.scorer import StepRunner
 from kvstrata.integration.vllm.blend.supported import refuse_engine
-from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.blend.taps import AttentionTaps
 from kvstrata.integration.vllm.blend.worker import BlendWorker, Ended
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.connector import KVStrataConnector
@@ -126,7 +126,7 @@ class BlendConnector(KVStrataConnector):
             name: token_pages(layer, page, NULL_BLOCK, group.block_size)
             for (name, layer), page in zip(attention.items(), pages, strict=True)
         }
-        taps = QueryTaps(list(attention.values()))
+        taps = AttentionTaps(list(attention.values()))
         device = pages[0].device
         gathers = self._config.blend_attention == "gathered" or device.type != "cpu"
         nested = NestedForward(

@@ -27,7 +27,7 @@ from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
-from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.blend.taps import AttentionTaps
 from kvstrata.integration.vllm.metadata import NULL_BLOCK
 
 __all__ = ["check_model"]
@@ -39,7 +39,7 @@ def check_model(
     nested: NestedForward,
     layers: dict[str, TokenPages],
     correctors: list[PositionCorrector],
-    taps: QueryTaps,
+    taps: AttentionTaps,
     *,
     vocabulary: int,
     positions: int,

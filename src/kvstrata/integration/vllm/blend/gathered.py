@@ -13,7 +13,7 @@ import torch
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.pages import Queries, TokenPages
-from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.blend.taps import AttentionTaps
 
 __all__ = ["GatheredAttention"]
 
@@ -27,7 +27,7 @@ _UNKNOWN: Final = {
 
 class GatheredAttention:
     def __init__(
-        self, attention: Sequence[Any], pages: Sequence[TokenPages], taps: QueryTaps
+        self, attention: Sequence[Any], pages: Sequence[TokenPages], taps: AttentionTaps
     ) -> None:
         """All of the same layers, in the same order.
 

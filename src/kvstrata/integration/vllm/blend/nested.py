@@ -70,10 +70,6 @@ class NestedForward:
             group.kv_cache_spec, group.layer_names, vllm_config, device
         )
 
-    @property
-    def is_gathered(self) -> bool:
-        return self._gathered is not None
-
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> torch.Tensor:
         """Write fresh K and V of *parts*; returns the last hidden states, part after part."""

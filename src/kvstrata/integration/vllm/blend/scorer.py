@@ -14,7 +14,7 @@ from kvstrata.blend.plan import Positions
 from kvstrata.blend.selection import Recompute, ScoreAttention, ScoreDeviation, Scores, Step
 from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
-from kvstrata.integration.vllm.blend.taps import QueryTaps
+from kvstrata.integration.vllm.blend.taps import AttentionTaps
 from kvstrata.integration.vllm.reach import Reach
 
 __all__ = ["Prompt", "StepRunner"]
@@ -39,7 +39,7 @@ class StepRunner:
         nested: NestedForward,
         layers: list[TokenPages],
         attention: list[Any],
-        taps: QueryTaps,
+        taps: AttentionTaps,
         scored: tuple[int, ...],
         ranks: GroupCoordinator,
     ) -> None:

@@ -64,16 +64,10 @@ class StridedPages(TokenPages):
         self._cache = strides.view(pages, self._elements.number_type)
 
     def move(self, pages: torch.Tensor, moves: TokenMoves, corrector: PositionCorrector) -> None:
-        corrector.check(moves.sources, moves.targets)
         move_tokens(
             self._strides.view(pages.to(self.device), self._cache.dtype),
             self._cache,
-            Moves(
-                moves.rows,
-                moves.slots,
-                torch.from_numpy(moves.sources).to(self.device),
-                torch.from_numpy(moves.targets).to(self.device),
-            ),
+            Moves(moves.rows, moves.slots, *moves.positions(corrector)),
             Rope(corrector.table, corrector.is_neox, corrector.first_dim),
         )
 

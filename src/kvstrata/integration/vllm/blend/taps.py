@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Attend", "QueryTaps"]
+__all__ = ["Attend", "AttentionTaps"]
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Of a layer's number and queries to what is written into its output."""
@@ -21,7 +21,7 @@ class _StopForward(Exception):
     """The model has run as far as was asked."""
 
 
-class QueryTaps:
+class AttentionTaps:
     """Taps of all attention layers of a model, for the one thread that runs it."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
