@@ -1,11 +1,12 @@
 """What KVStrata costs vLLM when it has nothing to give: throughput beside no connector.
 
-    python -m bench.overhead                   # 20 rounds
-    python -m bench.overhead --quick           # 3
+    python -m bench.overhead                   # 4 starts of both engines, 5 rounds each
+    python -m bench.overhead --quick           # 1 start, 3 rounds
     python -m bench.overhead --json run.json   # every measurement
 
 Batches of prompts with KVStrata and without a connector, A B B A; first with nothing to be found, then
-with all of it in the device cache. What the hooks cost a step of the scheduler is measured by
+with all of it in the device cache. Two starts of the same engine differ by more than the bounds leave,
+so there are several. What the hooks cost a step of the scheduler is measured by
 ``step_hooks.py``, what a hit costs beside its peers by ``kvstrata bench --workload single``.
 """
 
@@ -111,15 +112,16 @@ def table(batches: Sequence[Batch]) -> str:
 
 
 def throughput(
-    members: Mapping[str, Member], model: Model, options: argparse.Namespace
+    members: Mapping[str, Member], model: Model, options: argparse.Namespace, start: int
 ) -> list[Batch]:
-    """*options.rounds* rounds; the one before them warms up and is not counted."""
-    drawn = random.Random(1)
+    """*options.rounds* rounds of start number *start*; one before them warms up and is not counted."""
+    drawn = random.Random(start)
     block = model.engine_block_tokens
     cached_when_hit = (options.prompt_tokens - 1) // block * block
     tokens = options.prompts * (options.prompt_tokens + options.new_tokens)
     batches = []
-    for number in range(options.rounds + 1):
+    before = start * options.rounds
+    for number in range(before, before + options.rounds + 1):
         sets = [
             [
                 [drawn.randrange(1, model.vocabulary) for _ in range(options.prompt_tokens)]
@@ -140,27 +142,38 @@ def throughput(
                 batches.append(Batch(number, operation, name, ran.seconds, tokens, as_meant))
         for member in members.values():
             member.reset()  # room for the next round's prompts, and none of these to be found
-        so_far = [batch for batch in batches if batch.round > 0]
-        print(f"round {number} of {options.rounds}", *shares(so_far), sep="; ", file=sys.stderr)
-    return [batch for batch in batches if batch.round > 0]
+        counted = [batch for batch in batches if batch.round > before]
+        print(
+            f"start {start + 1}, round {number - before}",
+            *shares(counted),
+            sep="; ",
+            file=sys.stderr,
+        )
+    return counted
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="default: 20")
-    parser.add_argument("--quick", action="store_const", const=3, dest="rounds", help="3 rounds")
+    parser.add_argument("--starts", type=int, default=4, help="of the engines; default: 4")
+    parser.add_argument("--rounds", type=int, default=5, help="of a start; default: 5")
+    parser.add_argument("--quick", action="store_true", help="1 start, 3 rounds")
     parser.add_argument("--prompts", type=int, default=16, help="of a batch; default: 16")
     parser.add_argument("--prompt-tokens", type=int, default=514, help="default: 514")
     parser.add_argument("--new-tokens", type=int, default=32, help="default: 32")
     parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.starts, options.rounds = 1, 3
+    return options
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    with roomy_members(CONTENDERS, options.folder) as (members, model):
-        batches = throughput(members, model, options)
+    batches: list[Batch] = []
+    for start in range(options.starts):
+        with roomy_members(CONTENDERS, options.folder) as (members, model):
+            batches += throughput(members, model, options, start)
     print(table(batches), end="\n\n")
     print(*shares(batches), sep="\n")
     if options.json:

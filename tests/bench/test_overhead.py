@@ -88,7 +88,7 @@ MODEL = Model("", "float32", 1024, 6144, 8448, 32, "")
 def test_batches_miss_first_and_hit_then_and_the_first_round_is_not_counted() -> None:
     options = parse(["--rounds", "2", "--prompts", "3", "--prompt-tokens", "65"])
     members = {"none": FakeMember(), "kvstrata": FakeMember()}
-    batches = throughput(members, MODEL, options)  # type: ignore[arg-type]  # as much of a member as is used
+    batches = throughput(members, MODEL, options, 0)  # type: ignore[arg-type]  # as much of a member as is used
     assert {b.round for b in batches} == {1, 2}
     assert all(b.as_meant for b in batches)
     assert [b.operation for b in batches[:8]] == ["miss"] * 4 + ["device hit"] * 4
@@ -102,11 +102,22 @@ def test_batches_miss_first_and_hit_then_and_the_first_round_is_not_counted() ->
 def test_a_batch_with_an_answer_that_failed_is_not_as_meant() -> None:
     options = parse(["--rounds", "1", "--prompts", "1", "--prompt-tokens", "65"])
     members = {"none": FakeMember(), "kvstrata": FakeMember("no answer in 60 s")}
-    batches = throughput(members, MODEL, options)  # type: ignore[arg-type]  # as much of a member as is used
+    batches = throughput(members, MODEL, options, 0)  # type: ignore[arg-type]  # as much of a member as is used
     assert {b.configuration for b in batches if b.as_meant} == {"none"}
     assert shares(batches) == []
 
 
+def test_rounds_of_the_next_start_of_the_engines_have_numbers_of_their_own() -> None:
+    options = parse(["--rounds", "2", "--prompts", "1", "--prompt-tokens", "65"])
+    batches = []
+    for start in range(2):
+        members = {"none": FakeMember(), "kvstrata": FakeMember()}
+        batches += throughput(members, MODEL, options, start)  # type: ignore[arg-type]  # as much of a member as is used
+    assert {b.round for b in batches} == {1, 2, 3, 4}
+    assert [s.rounds for s in shares(batches)] == [4, 4]
+
+
 def test_options() -> None:
-    assert parse([]).rounds == 20
-    assert parse(["--quick"]).rounds == 3
+    assert (parse([]).starts, parse([]).rounds) == (4, 5)
+    quick = parse(["--quick"])
+    assert (quick.starts, quick.rounds) == (1, 3)
