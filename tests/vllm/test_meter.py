@@ -78,6 +78,28 @@ def test_each_count_is_told_once_and_at_the_end_of_the_work(path: Path) -> None:
         assert not meter.busy
 
 
+def test_what_an_idle_step_has_asked_needs_no_other_step_if_it_is_answered(path: Path) -> None:
+    with (
+        serving(patient(), path),
+        linked(path, patient()) as (link, meter),
+        closing(worker(path)),
+    ):
+        told(link, meter)
+        link.submit(p.GetMatch(0, ALICE, b"".join(keys(0, 1)), "r"))
+        meter.step(is_idle=True)
+        assert meter.busy
+        found = KVStrataStats()
+
+        def is_told() -> bool:
+            if (stats := meter.take()) is not None:
+                found.aggregate(stats)
+            return not found.is_empty()
+
+        eventually(is_told, "the answer is not taken in")
+        assert found.data["counters"]["kvstrata_lookups_total"] == 1
+        assert not meter.busy
+
+
 def test_an_engine_that_does_nothing_asks_for_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

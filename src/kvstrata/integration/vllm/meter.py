@@ -13,6 +13,7 @@ from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
 
 _PERIOD_SECONDS: Final = 2.0
+_ANSWER_SECONDS: Final = 0.001
 
 _Key = tuple[str, tuple[str, ...]]
 
@@ -67,7 +68,14 @@ class Meter:
         return self._link.sent != self._sent
 
     def take(self) -> KVStrataStats | None:
-        """What is new since the last call, for ``get_kv_connector_stats``."""
+        """What is new since the last call, for ``get_kv_connector_stats``.
+
+        vLLM asks at the end of a step. In an idle one it is worth waiting for the server: a step
+        more, for the answer alone, would hold up a request that comes meanwhile for longer.
+        """
+        if self._pending is not None:
+            self._link.poll(0.0 if self._sent is None else _ANSWER_SECONDS)
+            self._take_answer()
         if self._found.is_empty():
             return None
         found, self._found = self._found, KVStrataStats()
