@@ -123,12 +123,18 @@ def serve(
     shared: Path | None = None,
     ranks: int = 1,
     block_format: str = "exact",
+    recompute: str = "auto",
 ) -> Iterator[Bench]:
     """A server with room for *slots* blocks, whatever its engines hold at its end."""
     slot = TOKENS * LAYERS * SLOT_BYTES * ranks
     tiers = f"host:{slots * slot}" + (f" | shared:{shared}:64MiB" if shared else "")
     config = Config.model_validate(
-        {"tiers": tiers, "prefault": False, "block_format": block_format}
+        {
+            "tiers": tiers,
+            "prefault": False,
+            "block_format": block_format,
+            "recompute": recompute,
+        }
     )
     block_bytes = slot if block_format == "exact" else None
     with serving(config, folder / "s", block_bytes=block_bytes) as server:

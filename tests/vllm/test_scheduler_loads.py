@@ -1,5 +1,6 @@
 """What the scheduler half has loaded, and when it asks for nothing."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
 from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.manager.tasks import UNSETTLED
 
 
 @in_all_modes
@@ -165,6 +167,30 @@ def test_what_one_node_has_computed_is_loaded_on_another(
             assert engine.serve("a", tokens, 2) == expected
             assert bench.check_saved_bytes(engine) == 8
             assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
+
+
+def test_what_had_no_room_when_a_request_came_is_loaded_once_it_has_its_turn(folder: Path) -> None:
+    """Host memory takes one of two prompts from the tier below, and a request that leaves has it."""
+    with start(folder, 12, shared=folder / "shared", recompute="never") as bench:
+        engine = bench.engine(remote_lookup_seconds=20)
+        for seed in (2, 1):  # host memory has all of the last one
+            engine.serve(f"a{seed}", prompt(seed, 83), 1)
+            assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
+        engine.forget_device()
+        engine.add("leaves", prompt(1, 83), 1)
+        engine.add("stays", prompt(2, 83), 1)
+        lookups = engine.half._loads._lookups
+
+        def found() -> list[int | None]:
+            engine.half._link.tick()
+            statuses = [lookups[name].status for name in ("leaves", "stays")]
+            return [None if s is None or s.state in UNSETTLED else len(s.slots) for s in statuses]
+
+        eventually(lambda: found() == [10, 2], "the one has all the room that the other has not")
+        time.sleep(0.2)  # in vLLM's queue
+        engine.scheduler.finish_requests("leaves", RequestStatus.FINISHED_ABORTED)
+        engine.run()
+        assert engine.runner.loaded_tokens["stays"] == 80
 
 
 def test_blocks_that_are_not_whole_device_blocks_are_refused(bench: Bench) -> None:

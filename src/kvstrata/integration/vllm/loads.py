@@ -27,6 +27,7 @@ from kvstrata.server.client import Pending
 _log = logging.getLogger(__name__)
 
 _ASK_AGAIN_SECONDS: Final = 0.01  # for blocks that are awaited
+_TURN_SECONDS: Final = 0.1  # who has waited so long for its turn may find room that was not there
 STALE_SECONDS: Final = 20.0  # after that, and the time to load, leases may be near their end
 
 
@@ -39,6 +40,7 @@ class _Lookup:
     first_block: int
     known_blocks: int  # exact blocks that the request had when it was asked
     keys: list[BlockKey]
+    is_second: bool  # it was asked once more since the first answer left out some of what was found
     computed_tokens: int = 0  # on the device, as of the last answer to vLLM
     at_once: bool = False  # the request runs in the step that loads it, as of that answer
 
@@ -52,6 +54,15 @@ class _Lookup:
         status = self.status
         found = 0 if status is None else status.matched_blocks + status.declined_blocks
         return found == len(self.keys)
+
+    @property
+    def may_find_more(self) -> bool:
+        """Whether blocks were found and not taken, for want of room maybe, when the queue was long."""
+        status = self.status
+        left_out = (
+            status is not None and status.state not in UNSETTLED and status.declined_blocks > 0
+        )
+        return left_out and not self.is_second and self.age_seconds > _TURN_SECONDS
 
     @property
     def age_seconds(self) -> float:
@@ -304,18 +315,22 @@ class Loads:
         self, request: Request, namespace: NamespaceId, computed: int
     ) -> _Lookup | None:
         lookup = self._lookups.get(request.request_id)
+        once_more = lookup is not None and lookup.may_find_more
         if (
             lookup is None
+            or once_more
             or lookup.connection != self._link.number
             or lookup.first_block * self._math.tokens > computed
             or lookup.known_blocks != self._taints.exact_blocks(request)
             or lookup.age_seconds > STALE_SECONDS + self._config.load_timeout_seconds
         ):
             self._drop(request.request_id)
-            self._ask(request, namespace, computed)
+            self._ask(request, namespace, computed, is_second=once_more)
         return self._lookups.get(request.request_id)
 
-    def _ask(self, request: Request, namespace: NamespaceId, computed: int) -> None:
+    def _ask(
+        self, request: Request, namespace: NamespaceId, computed: int, *, is_second: bool = False
+    ) -> None:
         first = computed // self._math.tokens
         known = self._taints.exact_blocks(request)
         if not self._link.ready or first >= known or known * self._math.tokens <= computed:
@@ -326,7 +341,7 @@ class Loads:
         )
         if pending is not None:
             self._lookups[request.request_id] = _Lookup(
-                pending, self._link.number, first, known, keys
+                pending, self._link.number, first, known, keys, is_second
             )
 
     def _wait(self, lookup: _Lookup) -> None:
