@@ -100,6 +100,22 @@ def test_what_an_idle_step_has_asked_needs_no_other_step_if_it_is_answered(path:
         assert not meter.busy
 
 
+def test_a_step_with_work_waits_for_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an idle step has asked and the server hangs since."""
+    with serving(patient(), path), linked(path, patient()) as (link, meter):
+        told(link, meter)
+        waits: list[float] = []
+        monkeypatch.setattr(link, "poll", waits.append)
+        link.submit(p.Cancel([1]))
+        meter.step(is_idle=True)
+        meter.take()
+        assert waits.pop() > 0
+        for _ in range(3):
+            meter.step(is_idle=False)
+            meter.take()
+        assert waits == [0, 0, 0]
+
+
 def test_an_engine_that_does_nothing_asks_for_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from kvstrata.server import protocol as p
 from kvstrata.server.client import Pending
 
 _PERIOD_SECONDS: Final = 2.0
-_ANSWER_SECONDS: Final = 0.001
+_ANSWER_SECONDS: Final = 0.001  # that an idle step waits for the server's
 
 _Key = tuple[str, tuple[str, ...]]
 
@@ -31,6 +31,7 @@ class Meter:
         self._patience_seconds = config.lookup_timeout_seconds
         self._pending: Pending | None = None
         self._connection = 0
+        self._is_idle = False  # the step that was planned last
         self._next = 0.0
         self._sent: tuple[int, int] | None = None  # by the link, as of the last report
         self._server_id = ""
@@ -45,6 +46,7 @@ class Meter:
             self._found.set_gauge(metrics.CONNECTED, (self._server,), int(self._connected))
         if not self._is_embedded:
             return
+        self._is_idle = is_idle
         self._take_answer()
         now = time.monotonic()
         if self._pending is None and (now >= self._next or (is_idle and self._has_news)):
@@ -70,11 +72,11 @@ class Meter:
     def take(self) -> KVStrataStats | None:
         """What is new since the last call, for ``get_kv_connector_stats``.
 
-        vLLM asks at the end of a step. In an idle one it is worth waiting for the server: a step
-        more, for the answer alone, would hold up a request that comes meanwhile for longer.
+        vLLM asks at the end of a step. An idle one waits a moment for the server: a step more, for
+        the answer alone, would hold up a request that comes meanwhile for longer.
         """
         if self._pending is not None:
-            self._link.poll(0.0 if self._sent is None else _ANSWER_SECONDS)
+            self._link.poll(_ANSWER_SECONDS if self._is_idle else 0.0)
             self._take_answer()
         if self._found.is_empty():
             return None
