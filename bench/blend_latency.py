@@ -35,7 +35,16 @@ from kvstrata.blend.plan import BlendPlan, ReusedRuns
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.rules import rule_of
 
-__all__ = ["Cell", "Pair", "cells", "pairs_of", "prompt_of", "report", "scoring_share"]
+__all__ = [
+    "Cell",
+    "Pair",
+    "cells",
+    "new_tokens",
+    "pairs_of",
+    "prompt_of",
+    "report",
+    "scoring_share",
+]
 
 FULL, BLEND = "none", "kvstrata-blend"
 PROMPT_TOKENS: Final = 2050
@@ -112,13 +121,13 @@ def prompt_of(documents: Sequence[Sequence[int]], tokens: int, rng: random.Rando
     new = tokens - sum(map(len, shuffled))
     question = max(1, new // 2)
     between, rest = divmod(new - question, max(1, len(shuffled)))
-    prompt: list[int] = _new(rng, rest)
+    prompt: list[int] = new_tokens(rng, rest)
     for document in shuffled:
-        prompt += [*_new(rng, between), *document]
-    return prompt + _new(rng, tokens - len(prompt))
+        prompt += [*new_tokens(rng, between), *document]
+    return prompt + new_tokens(rng, tokens - len(prompt))
 
 
-def _new(rng: random.Random, tokens: int) -> list[int]:
+def new_tokens(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(tokens)]
 
 
@@ -152,10 +161,10 @@ class Bench:
     def pair(self, tokens: int, share: float, number: int) -> Pair:
         """Teach the blending engine documents of their own, then ask both."""
         size = int(tokens * share) // DOCUMENTS
-        documents = [_new(self._random, size) for _ in range(DOCUMENTS)] if size else []
+        documents = [new_tokens(self._random, size) for _ in range(DOCUMENTS)] if size else []
         blend = self._members[BLEND]
         if documents:  # whole blocks of them are saved
-            before, behind = _new(self._random, 17), _new(self._random, 100)
+            before, behind = new_tokens(self._random, 17), new_tokens(self._random, 100)
             blend.run(asked_at_once([before + document + behind for document in documents]))
             blend.settle()
             blend.reset()
@@ -163,7 +172,7 @@ class Bench:
         cpu_seconds: dict[str, float] = {}
         for name in (FULL, BLEND) if number % 2 else (BLEND, FULL):
             member = self._members[name]
-            member.run(asked_at_once([_new(self._random, 8)]))  # an engine in use
+            member.run(asked_at_once([new_tokens(self._random, 8)]))  # an engine in use
             used = _cpu_seconds(member)
             prompt = prompt_of(documents, tokens, self._random)
             (answer,) = member.run(asked_at_once([prompt], blend=name == BLEND)).answers

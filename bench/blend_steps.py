@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
-from bench.blend_latency import DOCUMENTS, PROMPT_TOKENS, SHARE, prompt_of
+from bench.blend_latency import DOCUMENTS, PROMPT_TOKENS, SHARE, new_tokens, prompt_of
 
 from kvstrata.bench.contenders import transfer_config
 from kvstrata.bench.fleet import environment
-from kvstrata.bench.models import VOCABULARY, random_model
+from kvstrata.bench.models import random_model
 from kvstrata.bench.session import deployment
 from kvstrata.blend.selection import Recompute, Scores, Step
 from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
@@ -81,18 +81,21 @@ class Bench:
 
     def whole_seconds(self) -> float:
         began = time.perf_counter()
-        self._ask(self._new(PROMPT_TOKENS), blend=False)
+        self._ask(new_tokens(self._random, PROMPT_TOKENS), blend=False)
         return time.perf_counter() - began
 
     def blended_seconds(self, timed: Timed) -> dict[str, float]:
         """Of one prompt, from asked to its first token and in steps."""
         size = int(PROMPT_TOKENS * SHARE) // DOCUMENTS
-        documents = [self._new(size) for _ in range(DOCUMENTS)]
+        documents = [new_tokens(self._random, size) for _ in range(DOCUMENTS)]
         for document in documents:
-            self._ask([*self._new(17), *document, *self._new(100)], blend=False)
+            self._ask(
+                [*new_tokens(self._random, 17), *document, *new_tokens(self._random, 100)],
+                blend=False,
+            )
         for _ in range(_STEPS_TO_SAVE):  # saves end, and are told of, in steps of the engine
             time.sleep(0.2)
-            self._ask(self._new(8), blend=False)
+            self._ask(new_tokens(self._random, 8), blend=False)
         prompt = prompt_of(documents, PROMPT_TOKENS, self._random)
         timed.seconds.clear()
         began = time.perf_counter()
@@ -112,9 +115,6 @@ class Bench:
         )
         (output,) = self._engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         return int(output.num_cached_tokens)
-
-    def _new(self, tokens: int) -> list[int]:
-        return [self._random.randrange(1, VOCABULARY) for _ in range(tokens)]
 
 
 def report(whole: Sequence[float], blended: Sequence[dict[str, float]]) -> str:
