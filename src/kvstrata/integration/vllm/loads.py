@@ -40,7 +40,7 @@ class _Lookup:
     first_block: int
     known_blocks: int  # exact blocks that the request had when it was asked
     keys: list[BlockKey]
-    is_second: bool  # it was asked once more since the first answer left out some of what was found
+    is_second: bool  # the first answer had left out some of what was found
     computed_tokens: int = 0  # on the device, as of the last answer to vLLM
     at_once: bool = False  # the request runs in the step that loads it, as of that answer
 
@@ -57,7 +57,7 @@ class _Lookup:
 
     @property
     def may_find_more(self) -> bool:
-        """Whether blocks were found and not taken, for want of room maybe, when the queue was long."""
+        """Whether found blocks were left out, for want of room maybe, and that is some time ago."""
         status = self.status
         left_out = (
             status is not None and status.state not in UNSETTLED and status.declined_blocks > 0
