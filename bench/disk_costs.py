@@ -27,6 +27,7 @@ import numpy as np
 from driven_store import DrivenStore
 
 from kvstrata.core.config import Config
+from kvstrata.core.interpreter import SWITCH_SECONDS
 from kvstrata.core.tiers import DiskTier, HostTier
 from kvstrata.manager.manager import KVManager
 from kvstrata.storage.disk import DiskStore
@@ -41,7 +42,6 @@ GIB: Final = 1 << 30
 RESTART_BLOCKS: Final = 1_000_000
 RESTART_NAMESPACES: Final = 10
 BUSY_BLOCK_BYTES: Final = (256 * KIB, 1 * MIB, 2 * MIB, 4 * MIB)
-SERVER_SWITCH_SECONDS: Final = 0.0002
 DEPTH: Final = 4
 
 
@@ -155,9 +155,9 @@ def busy(options: argparse.Namespace) -> dict[str, Any]:
     cases: list[tuple[str, Callable[[], Any], float]] = [
         (f"a thread, interval {default * 1e3:g} ms", spinning_thread, default),
         (
-            f"a thread, interval {SERVER_SWITCH_SECONDS * 1e3:g} ms, as in the server",
+            f"a thread, interval {SWITCH_SECONDS * 1e3:g} ms, as in the server",
             spinning_thread,
-            SERVER_SWITCH_SECONDS,
+            SWITCH_SECONDS,
         ),
         ("another process", spinning_process, default),
     ]

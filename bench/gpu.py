@@ -208,7 +208,7 @@ def _copy_in(company: Company, bed: Bed, *, is_load: bool) -> None:
         bed.copy(is_load=is_load)
 
 
-def rotation(device: torch.device, tokens: int = 16384) -> Iterator[Row]:
+def rotation(device: torch.device, tokens: int = 131072) -> Iterator[Row]:
     """Tokens moved with their keys turned, beside a copy of as many bytes on the device."""
     from kvstrata.blend.move_triton import Moves, Rope, move_tokens
 

@@ -25,6 +25,7 @@ import numpy as np
 from bench.remote_engines import ENGINES, Engine, library_pids
 from bench.remote_raw import RawPath
 
+from kvstrata.core.interpreter import hand_over_sooner
 from kvstrata.core.types import Read, StoreKey, Write
 from kvstrata.storage.checksum import digest
 from kvstrata.storage.host import HostMemory
@@ -37,7 +38,6 @@ GB: Final = 10**9
 BLOCK_BYTES: Final = (1 * MIB, 4 * MIB)
 BATCH_BYTES: Final = 4 * MIB  # what a read thread of the server asks for at once
 THREADS: Final = (1, 4)
-SWITCH_SECONDS: Final = 2e-4  # as the server has it
 LOOKED_UP: Final = 256  # keys, in one call
 LEAST_RATE: Final = 0.90  # of the raw path's bytes a second, for reads
 MOST_CPU: Final = 1.15  # of its CPU seconds, for reads
@@ -396,7 +396,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    sys.setswitchinterval(SWITCH_SECONDS)
+    hand_over_sooner()  # as the server does
     turns = measure(options)
     if options.json:
         record = {"turns": [dataclasses.asdict(turn) for turn in turns]}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.kernels.layers import Layer, a_layer
 
 from kvstrata.blend import attend_triton
-from kvstrata.blend.attend_triton import PagedKV, attend
+from kvstrata.blend.attend_triton import PagedKV, Tile, attend
 from kvstrata.core.errors import InvariantViolated
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -28,7 +28,8 @@ class Case(NamedTuple):
     value_size: int
     tokens: int
     apart: int  # elements between the queries of a token
-    block: int  # queries of a program, and keys at a time
+    tile: Tile | None  # None: as is usual
+    in_order: bool  # of positions
     window: int | None
     seed: int
 
@@ -43,7 +44,8 @@ cases = st.builds(
     value_size=st.sampled_from([1, 8, 16, 20]),
     tokens=st.integers(1, 70),
     apart=st.integers(0, 3),
-    block=st.sampled_from([16, 32]),
+    tile=st.sampled_from([Tile(16, 16, 4, 1), Tile(16, 32, 4, 2), Tile(32, 16, 4, 2), None]),
+    in_order=st.booleans(),
     window=st.none() | st.integers(1, 80),
     seed=st.integers(0, 1 << 16),
 )
@@ -90,7 +92,8 @@ def check(device: torch.device, case: Case, stored: torch.dtype) -> None:
     if stored != case.dtype:
         kv = kv._replace(key_scale=0.7, value_scale=1.9)
     count = int(chance.integers(1, case.tokens + 1))
-    positions = torch.from_numpy(chance.permutation(case.tokens)[:count]).to(device)
+    chosen = chance.permutation(case.tokens)[:count]
+    positions = torch.from_numpy(np.sort(chosen) if case.in_order else chosen).to(device)
     heads = case.kv_heads * case.heads_each
     spread = torch.randn(count, heads + 1, case.key_size + case.apart, device=device)
     queries = spread.to(case.dtype)[:, :heads, : case.key_size]
@@ -100,8 +103,8 @@ def check(device: torch.device, case: Case, stored: torch.dtype) -> None:
     keys, values = keys * kv.key_scale, values * kv.value_scale
     expected = reference(queries, positions, keys, values, case.window)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend_triton, "_QUERIES", case.block)
-        patch.setattr(attend_triton, "_KEYS", case.block)
+        if case.tile is not None:
+            patch.setattr(attend_triton, "_TILES", (case.tile,))
         if device.type == "cpu":  # the interpreter multiplies the bits of bfloat16 as numbers
             patch.setitem(attend_triton._FACTORS, torch.bfloat16, tl.float32)
         found = attend(queries, positions, kv, 0.3, case.window)

@@ -28,7 +28,8 @@ class Case(NamedTuple):
     copied: int
     outermost: bool
     programs: int
-    step: int
+    rows: int
+    row_words: int
 
 
 cases = st.builds(
@@ -41,14 +42,15 @@ cases = st.builds(
     copied=st.integers(1, 6),
     outermost=st.booleans(),
     programs=st.integers(1, 3),
-    step=st.sampled_from([64, 256]),
+    rows=st.sampled_from([1, 4]),
+    row_words=st.sampled_from([2, 8]),
 )
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(cases)
 def test_pages_of_any_shape_stride_and_order_arrive(device: torch.device, case: Case) -> None:
-    element, layers, page, gap, blocks, count, outermost, programs, step = case
+    element, layers, page, gap, blocks, count, outermost, programs = case[:8]
     width = element.itemsize
     page_bytes = page * width
     shape = (6, layers, page_bytes + gap * width) if outermost else (layers, 6, page_bytes + gap)
@@ -68,7 +70,8 @@ def test_pages_of_any_shape_stride_and_order_arrive(device: torch.device, case: 
     spans = places.spans(np.array(blocks, np.int64), rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_triton, "PROGRAMS", programs)
-        patch.setattr(cuda_triton, "_STEP_BYTES", step)
+        patch.setattr(cuda_triton, "_ROWS", case.rows)
+        patch.setattr(cuda_triton, "_ROW_WORDS", case.row_words)
         copy_by_kernel(spans.host, spans.device, spans.lengths_bytes, device)
         if device.type != "cpu":
             torch.cuda.synchronize()

@@ -1,5 +1,6 @@
 """When the kernel that copies is compiled: once for each width of a word, and for no other reason."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ def test_no_number_of_pieces_makes_it_compile_anew() -> None:
     kernel = cuda_triton._copy
     bind = create_function_from_signature(kernel.signature, kernel.params, BaseBackend)
     taken_for = set()
-    for jobs in (1, 2, 3, 16, 4096):
+    for jobs, rows in product((1, 2, 3, 16, 4096), (1, 9, 16)):
         columns = torch.zeros(3, jobs, dtype=torch.int64)
-        _, found, _ = bind(*columns, jobs, WORD=tl.int64, BYTES=8, STEP=4096)
+        _, found, _ = bind(*columns, jobs, rows, WORD=tl.int64, BYTES=8, ROWS=32, ROW_WORDS=256)
         taken_for.add(str(found))
     assert len(taken_for) == 1
 
@@ -51,6 +52,6 @@ def test_its_list_is_in_pinned_memory_which_torch_keeps_until_it_is_read(
     targets, sources, lengths = np.array([[80, 8, 16], [24, 800, 8], [8, 8, 64]])
     cuda_triton.copy_by_kernel(targets, sources, lengths, gpu)
     assert uploads == [(pinned[0], gpu, True)]
-    ((grid, *columns, jobs),) = launched
-    assert (grid, jobs) == ((1,), 3)
+    ((grid, *columns, pieces, rows_each),) = launched
+    assert (grid, pieces, rows_each) == ((1,), 3, 1)
     assert [c.tolist() for c in columns] == [[24, 800, 8], [80, 8, 16], [8, 8, 64]]

@@ -33,6 +33,13 @@ class Compiler:
         self.arch = arch
         self.made: list[Any] = []
 
+    @property
+    def utils(self) -> "Compiler":
+        return self
+
+    def get_device_properties(self, device: int | None) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES[self.arch]}
+
     def get_current_device(self) -> int:
         return self.arch
 
@@ -61,6 +68,7 @@ def compiled_for(
         compiler = Compiler(arch)
         monkeypatch.setattr(driver, "_active", compiler)
         monkeypatch.setattr(JITFunction, "__getitem__", lambda k, _: partial(compiler.launch, k))
+        attend_triton._shared_bytes.cache_clear()
         launch()
         (made,) = compiler.made
         assert len(made.asm["cubin"]) > 1000

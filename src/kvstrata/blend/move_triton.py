@@ -20,6 +20,8 @@ _FLOATING: Final = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTISED: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOAT_BITS: Final = 23  # of the fraction of a float32
 _HEADS: Final = 8  # of a token at a time: what hides the memory's latency, and fits in registers
+_WARPS: Final = 1  # of a token: more of them wait for each other
+_TOKENS: Final = 4  # of a program: to begin one takes as long as to move some
 _ROUNDS: Final = 1.5 * 2**_FLOAT_BITS  # numbers around it are whole
 
 
@@ -84,7 +86,8 @@ def _turned(left, right, cos, sin, most, smallest, shift, DROPPED: tl.constexpr)
     return x.to(left.dtype), y.to(left.dtype)
 
 
-@triton.jit
+# Specialised on how many there are it would be compiled anew while an engine serves.
+@triton.jit(do_not_specialize=["tokens"])
 def _move(
     source,
     target,
@@ -93,6 +96,7 @@ def _move(
     target_slots,
     source_positions,
     target_positions,
+    tokens,
     source_page,  # strides in elements, and tokens of a page
     source_head,
     source_token,
@@ -111,21 +115,13 @@ def _move(
     WHOLE: tl.constexpr,
     IS_NEOX: tl.constexpr,
     PAIRS: tl.constexpr,
-    PADDED: tl.constexpr,
+    KEPT_PADDED: tl.constexpr,
     HEADS: tl.constexpr,  # at a time
+    EACH: tl.constexpr,
     DROPPED: tl.constexpr,  # bits of a float32 that a quantised type lacks; 0 if it is not one
 ):
-    """One token, all heads of which turn by the same angles."""
-    token = tl.program_id(0)
-    at = _place(source, tl.load(source_slots + token), source_page, source_token, source_tokens)
-    to = _place(target, tl.load(target_slots + token), target_page, target_token, target_tokens)
-
-    before = tl.load(source_positions + token)
-    after = tl.load(target_positions + token)
-    moves = before != after
+    """EACH tokens, all heads of one of which turn by the same angles."""
     pair = tl.arange(0, PAIRS)
-    cos, sin = _turn(table + before * table_row, table + after * table_row, pair, ROTARY // 2)
-    cos, sin = cos[None, :], sin[None, :]
     if IS_NEOX:
         left = FIRST + pair
         right = left + ROTARY // 2
@@ -133,22 +129,32 @@ def _move(
         left = FIRST + 2 * pair
         right = left + 1
     is_pair = pair < ROTARY // 2
-    place = tl.arange(0, PADDED)
-    is_kept = (place < WHOLE) & ((place < FIRST) | (place >= FIRST + ROTARY))
+    place = tl.arange(0, KEPT_PADDED)  # of what is not turned, which lies around the rest
+    is_kept = place < WHOLE - ROTARY
+    place = place + ROTARY if FIRST == 0 else tl.where(place < FIRST, place, place + ROTARY)
 
-    for first in range(0, heads, HEADS):
-        head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # times strides
-        is_head = head < heads
-        row, to_row = at + head * source_head, to + head * target_head
-        kept = is_head & is_kept[None, :]
-        tl.store(to_row + place[None, :], tl.load(row + place[None, :], kept), kept)
+    first_token = tl.program_id(0) * EACH
+    for token in range(first_token, min(first_token + EACH, tokens)):
+        at = _place(source, tl.load(source_slots + token), source_page, source_token, source_tokens)
+        to = _place(target, tl.load(target_slots + token), target_page, target_token, target_tokens)
+        before = tl.load(source_positions + token)
+        after = tl.load(target_positions + token)
+        moves = before != after
+        cos, sin = _turn(table + before * table_row, table + after * table_row, pair, ROTARY // 2)
+        cos, sin = cos[None, :], sin[None, :]
+        for first in range(0, heads, HEADS):
+            head = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]  # times strides
+            is_head = head < heads
+            row, to_row = at + head * source_head, to + head * target_head
+            kept = is_head & is_kept[None, :]
+            tl.store(to_row + place[None, :], tl.load(row + place[None, :], kept), kept)
 
-        turned = is_head & is_pair[None, :]
-        old_left = tl.load(row + left[None, :], turned, 0.0)
-        old_right = tl.load(row + right[None, :], turned, 0.0)
-        x, y = _turned(old_left, old_right, cos, sin, most, smallest, shift, DROPPED)
-        tl.store(to_row + left[None, :], tl.where(moves, x, old_left), turned)
-        tl.store(to_row + right[None, :], tl.where(moves, y, old_right), turned)
+            turned = is_head & is_pair[None, :]
+            old_left = tl.load(row + left[None, :], turned, 0.0)
+            old_right = tl.load(row + right[None, :], turned, 0.0)
+            x, y = _turned(old_left, old_right, cos, sin, most, smallest, shift, DROPPED)
+            tl.store(to_row + left[None, :], tl.where(moves, x, old_left), turned)
+            tl.store(to_row + right[None, :], tl.where(moves, y, old_right), turned)
 
 
 def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: Rope) -> None:
@@ -172,12 +178,13 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         return
     rotary_dim = rope.table.shape[1]
     numbers = torch.finfo(cache.dtype)
-    grid: Any = _move[(tokens,)]
+    grid: Any = _move[(triton.cdiv(tokens, _TOKENS),)]
     grid(
         source,
         cache,
         rope.table,
         *moves,
+        tokens,
         *source.stride()[:3],
         source.shape[2],
         *cache.stride()[:3],
@@ -192,9 +199,11 @@ def move_tokens(source: torch.Tensor, cache: torch.Tensor, moves: Moves, rope: R
         WHOLE=source.shape[3],
         IS_NEOX=rope.is_neox,
         PAIRS=triton.next_power_of_2(max(1, rotary_dim // 2)),
-        PADDED=triton.next_power_of_2(source.shape[3]),
+        KEPT_PADDED=triton.next_power_of_2(max(1, source.shape[3] - rotary_dim)),
         HEADS=min(_HEADS, triton.next_power_of_2(heads)),
+        EACH=_TOKENS,
         DROPPED=_FLOAT_BITS + int(math.log2(numbers.eps)) if cache.dtype in _QUANTISED else 0,
+        num_warps=_WARPS,
         enable_fp_fusion=True,
     )
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvstrata.core.config import Config, config_from_json
 from kvstrata.core.errors import KVStrataError
+from kvstrata.core.interpreter import hand_over_sooner
 from kvstrata.core.types import EXACT
 from kvstrata.manager.manager import OnPrefault
 from kvstrata.server.log_thread import logging_on_a_thread
@@ -21,8 +22,6 @@ from kvstrata.server.server import Server
 
 _log = logging.getLogger(__name__)
 
-# A busy control thread holds back the I/O threads for so long: see transfer/engine.py.
-_SWITCH_SECONDS: Final = 0.0002
 _LAST_SECONDS: Final = 1.0  # for threads that have been told to end
 _LOG_FORMAT: Final = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
@@ -53,7 +52,7 @@ def run_server(
     on_prefault: OnPrefault | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    hand_over_sooner()
     server = Server(config, path, block_bytes=block_bytes, on_prefault=on_prefault)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
@@ -66,7 +65,7 @@ def run_server(
 
 def run_child(orders_from: IO[bytes], ready_to: IO[bytes]) -> int:
     """Serve until the engine at the other end of *orders_from* closes it or dies."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    hand_over_sooner()
     orders = msgspec.json.decode(orders_from.readline(), type=ChildOrders)
     try:
         config = config_from_json(orders.config_json)

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 __all__ = ["Choice", "Measured", "choose"]
 
-_GAIN: Final = 1.1  # by which a kernel has to be faster: it takes multiprocessors from the engine
+_GAIN: Final = 1.3  # by which a kernel has to be faster: it takes multiprocessors from the engine
 
 
 class Measured(NamedTuple):
