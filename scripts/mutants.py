@@ -120,6 +120,12 @@ MUTANTS = (
         "            return []",
     ),
     Mutant(
+        "lease: requests in line have all of host memory",
+        "loads.py",
+        "if self._ahead.fits(blocks):",
+        "if True:",
+    ),
+    Mutant(
         "failure: of a load is not reported",
         "worker.py",
         "self._not_received.add(task.request_id)\n",

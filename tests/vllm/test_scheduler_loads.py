@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
+from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.manager.tasks import UNSETTLED
@@ -169,28 +170,60 @@ def test_what_one_node_has_computed_is_loaded_on_another(
             assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
 
 
+def all_are_settled(engine: Engine) -> bool:
+    """What was asked before the turn of a request."""
+    engine.half._link.tick()
+    statuses = [lookup.status for lookup in engine.half._loads._lookups.values()]
+    return all(status is not None and status.state not in UNSETTLED for status in statuses)
+
+
 def test_what_had_no_room_when_a_request_came_is_loaded_once_it_has_its_turn(folder: Path) -> None:
-    """Host memory takes one of two prompts from the tier below, and a request that leaves has it."""
-    with start(folder, 12, shared=folder / "shared", recompute="never") as bench:
-        engine = bench.engine(remote_lookup_seconds=20)
-        for seed in (2, 1):  # host memory has all of the last one
+    """Host memory takes four of five prompts from the tier below, and others have all of it."""
+    with start(folder, 40, shared=folder / "shared", recompute="never") as bench:
+        engine, manager = bench.engine(remote_lookup_seconds=20), bench.manager
+        for seed in range(5):  # host memory has not the first one
+            engine.serve(f"a{seed}", prompt(seed, 83), 1)
+            assert manager._lower["remote"].drain(PATIENCE_SECONDS)
+        engine.forget_device()
+        math, namespace = engine.half._math, engine.half._namespace
+        others = [
+            manager.get_match(namespace, math.keys(engine.requests[f"a{seed}"], 0, 10)).task_id
+            for seed in range(1, 5)
+        ]
+        found = manager.wait(others, PATIENCE_SECONDS)
+        assert [len(found[task_id].slots) for task_id in others] == [10] * 4
+        engine.add("b", prompt(0, 83), 1)
+        eventually(lambda: all_are_settled(engine), "the tier below does not answer")
+        lookup = engine.half._loads._lookups["b"]
+        assert lookup.status is not None
+        assert not lookup.status.slots
+        assert lookup.status.declined_blocks == 10
+        time.sleep(0.2)  # in vLLM's queue
+        manager.cancel(others)
+        engine.run()
+        assert engine.runner.loaded_tokens["b"] == 80
+
+
+def test_requests_in_line_leave_room_for_one_whose_turn_has_come(folder: Path) -> None:
+    """Host memory takes four of five prompts from the tier below, and four wait in line."""
+    with start(folder, 40, shared=folder / "shared", recompute="never") as bench:
+        engine, other = (bench.engine(remote_lookup_seconds=20) for _ in range(2))
+        for seed in range(5):
             engine.serve(f"a{seed}", prompt(seed, 83), 1)
             assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
         engine.forget_device()
-        engine.add("leaves", prompt(1, 83), 1)
-        engine.add("stays", prompt(2, 83), 1)
-        lookups = engine.half._loads._lookups
+        in_line = [f"b{seed}" for seed in range(4)]
+        for seed, name in enumerate(in_line):
+            engine.add(name, prompt(seed, 83), 1)
+        eventually(lambda: all_are_settled(engine), "the tier below does not answer")
+        assert other.serve("c", prompt(4, 83), 1) == 80
 
-        def found() -> list[int | None]:
-            engine.half._link.tick()
-            statuses = [lookups[name].status for name in ("leaves", "stays")]
-            return [None if s is None or s.state in UNSETTLED else len(s.slots) for s in statuses]
+        def one_is_looked_up() -> bool:
+            return other.is_at_rest() and bench.manager.stats().leased_blocks == 10
 
-        eventually(lambda: found() == [10, 2], "the one has all the room that the other has not")
-        time.sleep(0.2)  # in vLLM's queue
-        engine.scheduler.finish_requests("leaves", RequestStatus.FINISHED_ABORTED)
+        eventually(one_is_looked_up, "a load is not over, or others have been looked up")
         engine.run()
-        assert engine.runner.loaded_tokens["stays"] == 80
+        assert [engine.runner.loaded_tokens[name] for name in in_line] == [80] * 4
 
 
 def test_blocks_that_are_not_whole_device_blocks_are_refused(bench: Bench) -> None:

@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         blocks=st.sampled_from([40, 60, 200]),
-        slots=st.sampled_from([6, 20, 60]),
+        slots=st.sampled_from([6, 20, 60, 200]),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
         ranks=st.sampled_from([1, 1, 2]),
         has_lower_tier=st.booleans(),
@@ -301,6 +301,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = [block for task in tasks for block in task.blocks]
         assert saves._held.count == len(held)
         assert all(block.ref_cnt > 0 for block in held)
+
+    @invariant()
+    def blocks_of_lookups_are_counted(self) -> None:
+        loads = self.engine.half._loads
+        ahead, number = loads._ahead, loads._link.number
+        if ahead._connection == number:
+            lookups = [each for each in loads._lookups.values() if each.connection == number]
+            assert set(ahead._blocks) == {each.pending for each in lookups}
+        assert ahead._total == sum(ahead._blocks.values())
 
     @rule()
     def come_to_rest(self) -> None:

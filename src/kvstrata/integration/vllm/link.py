@@ -34,7 +34,7 @@ class CacheLink:
 
     No method waits, but ``poll`` as long as it is told. ``number`` grows with each connection:
     what was asked of an earlier one is void. Only ``tick`` takes up another connection, which was
-    made meanwhile: ``number`` and ``server_id`` change nowhere else.
+    made meanwhile: ``number``, ``server_id`` and ``host_slots`` change nowhere else.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class CacheLink:
     ) -> None:
         self.number = 0
         self.server_id = _NO_SERVER
+        self.host_slots = 0  # of the server's host tier
         self._world_size = hello.world_size
         self._redial = Redial(config, path, hello, server)
         self._client: ManagerClient | None = None
@@ -231,7 +232,7 @@ class CacheLink:
         welcome = client.welcome.reply
         assert isinstance(welcome, p.Welcome)
         self._client, self._welcomed, self._probe = client, True, None
-        self.server_id = welcome.server_id
+        self.server_id, self.host_slots = welcome.server_id, welcome.slots
         self.number += 1
         written = self._redial.still_written(running)
         ended = [task_id for task_id in running if task_id not in written]

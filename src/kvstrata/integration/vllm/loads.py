@@ -4,13 +4,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.integration.vllm.ahead import Ahead
 from kvstrata.integration.vllm.at_once import AtOnce
 from kvstrata.integration.vllm.awaits import Awaits
 from kvstrata.integration.vllm.blocks import BlockIds
@@ -81,11 +82,6 @@ class _RunningLoad:
     failed: bool = False
 
 
-class LoadLimits(NamedTuple):
-    lookups: int  # held for requests that wait in vLLM's queue
-    blocks_at_once: int  # of a step, for requests that run in it
-
-
 class Loads:
     """Answers vLLM's ``get_num_new_matched_tokens`` and turns answers into ``Load`` plans.
 
@@ -100,17 +96,17 @@ class Loads:
         link: CacheLink,
         taints: TaintChain,
         *,
-        limits: LoadLimits,
+        blocks_at_once: int,
         spans: RequestSpans | None = None,
     ) -> None:
         self._config = config
-        self._at_once = AtOnce(limits.blocks_at_once)
+        self._at_once = AtOnce(blocks_at_once)
         self._spans = spans
         self._math = identity.math
         self._link = link
         self._taints = taints
         self._all_workers = all_workers(identity.world_size)
-        self._limit = limits.lookups
+        self._ahead = Ahead(link)
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
         self._awaits = Awaits()
@@ -119,10 +115,16 @@ class Loads:
         self._sources: dict[str, dict[CacheHitSource, int]] = {}
 
     def expect(self, request: Request, namespace: NamespaceId, pool: BlockPool) -> None:
-        """*request* is new: ask for its prompt now, unless the device cache covers it."""
-        is_asked = request.request_id in self._lookups
-        if not is_asked and len(self._lookups) < self._limit and self._may_load(request):
-            self._ask(request, namespace, self._math.cached_on_device(request, pool))
+        """*request* is new: ask for its prompt now, unless the device cache covers it.
+
+        If lookups keep too much of host memory (``Ahead``), it is asked for at its turn.
+        """
+        if request.request_id in self._lookups or not self._may_load(request):
+            return
+        computed = self._math.cached_on_device(request, pool)
+        blocks = self._taints.exact_blocks(request) - computed // self._math.tokens
+        if self._ahead.fits(blocks):
+            self._ask(request, namespace, computed)
 
     def match(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
         """Tokens beyond *computed* that can be loaded; None to be asked again.
@@ -194,7 +196,7 @@ class Loads:
         self, request: Request, block_ids: Callable[[], BlockIds], tokens: int
     ) -> list[BlockKey]:
         """vLLM takes *tokens* of the last answer into *block_ids*; the keys that this loads."""
-        lookup = self._lookups.pop(request.request_id, None)
+        lookup = self._pop(request.request_id)
         if lookup is None:
             return []
         if self._spans is not None:
@@ -343,6 +345,7 @@ class Loads:
             self._lookups[request.request_id] = _Lookup(
                 pending, self._link.number, first, known, keys, is_second
             )
+            self._ahead.take(pending, len(keys))
 
     def _wait(self, lookup: _Lookup) -> None:
         self._link.poll(0.0)
@@ -369,6 +372,13 @@ class Loads:
         return lookup.age_seconds > patience_seconds
 
     def _drop(self, request_id: str) -> None:
-        lookup = self._lookups.pop(request_id, None)
+        lookup = self._pop(request_id)
         if lookup is not None:
             self._link.abandon(lookup.pending, lookup.connection)
+
+    def _pop(self, request_id: str) -> _Lookup | None:
+        """The lookup of the request, which is over."""
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            self._ahead.give_back(lookup.pending)
+        return lookup

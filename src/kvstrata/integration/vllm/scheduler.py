@@ -29,7 +29,7 @@ from kvstrata.integration.vllm.events import kv_events
 from kvstrata.integration.vllm.fingerprint import NamespaceFingerprint, namespace_id
 from kvstrata.integration.vllm.layerwise import Admitted, standing_on, take_back
 from kvstrata.integration.vllm.link import CacheLink
-from kvstrata.integration.vllm.loads import LoadLimits, Loads
+from kvstrata.integration.vllm.loads import Loads
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.integration.vllm.meter import Meter
 from kvstrata.integration.vllm.prefill_rate import PrefillRate
@@ -112,10 +112,7 @@ class SchedulerHalf:
             identity,
             self._link,
             self._taints,
-            limits=LoadLimits(
-                2 * vllm_config.scheduler_config.max_num_seqs,
-                self._blocks_at_once(config, vllm_config, identity),
-            ),
+            blocks_at_once=self._blocks_at_once(config, vllm_config, identity),
             spans=self._spans,
         )
         try:
