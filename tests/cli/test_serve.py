@@ -65,6 +65,17 @@ def test_the_connector_is_named_with_its_module_and_recomputes_after_failed_load
     }
 
 
+def test_a_file_of_ucm_that_the_environment_names_is_checked_and_left_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text('{store_pipeline: "Cache|Empty", cache_buffer_capacity_gb: 0.125}')
+    monkeypatch.setenv("UCM_CONFIG_FILE", str(file))
+    assert settings("model").host_tier.capacity == 2**27
+    file.write_text('{store_pipeline: "Cache|Tape"}')
+    assert "'Cache|Tape'" in refused("model")
+
+
 def test_blending_is_another_connector() -> None:
     transfer = transfer_config("model", "--blend")
     assert transfer["kv_connector"] == "BlendConnector"
