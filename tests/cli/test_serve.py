@@ -192,6 +192,7 @@ def test_a_transfer_config_of_the_users_own_is_refused_with_the_remedy(argument:
     message = refused("model", argument, "{}")
     assert "--kv-transfer-config is what 'kvstrata serve' writes itself" in message
     assert "hint: take it away and use --host-size" in message
+    assert "or give yours to vLLM: /bin/vllm serve model --kv-transfer-config '{…}'" in message
 
 
 def test_the_model_comes_first() -> None:
