@@ -91,7 +91,10 @@ def test_warm_brings_a_prompt_up_from_disk_by_request_or_keys(tmp_path: Path) ->
         (["clear", "--tier", "tape"], "no tier 'tape'"),
         (["warm"], "give one of FILE, --request and --keys-from"),
         (["warm", "--request", "r", "--keys-from", "f"], "give one of"),
-        (["warm", "--request", "unheard"], "no block of a request 'unheard' is known"),
+        (
+            ["warm", "--request", "unheard"],
+            "is known\n  hint: name keys or prompts instead; known are those of the last 4,096",
+        ),
         (["warm", "--keys-from", "/nowhere/x"], "cannot read /nowhere/x"),
         (["page", "--listen", "here"], "--listen 'here' is no address and port"),
         (["page", "--listen", "name:80"], "'name' is no IP address"),
