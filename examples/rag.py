@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 class Answer(NamedTuple):
     text: str
     seconds: float
-    cached_tokens: int
+    cached_tokens: int | None  # None: the server does not tell
     prompt_tokens: int
 
 
@@ -45,7 +45,7 @@ def ask(url: str, model: str, prompt: list[int], *, blend: bool) -> Answer:
     }
     reply = post(f"{url}/v1/completions", body)
     usage = reply["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     seconds = time.perf_counter() - started
     return Answer(reply["choices"][0]["text"], seconds, cached, usage["prompt_tokens"])
 
@@ -74,18 +74,24 @@ def main() -> None:
         documents = [tokenized(options.url, options.model, text) for text in texts]
         question = tokenized(options.url, options.model, options.question)
 
-    def told(what: str, order: list[list[int]], *, blend: bool) -> None:
+    def told(what: str, order: list[list[int]], *, blend: bool) -> bool:
         prompt = [token for document in order for token in document] + question
         answer = ask(options.url, options.model, prompt, blend=blend)
+        cached = "?" if answer.cached_tokens is None else answer.cached_tokens
         print(
-            f"{what:34} {answer.seconds:6.2f} s, {answer.cached_tokens} of {answer.prompt_tokens} "
+            f"{what:34} {answer.seconds:6.2f} s, {cached} of {answer.prompt_tokens} "
             f"tokens reused  {answer.text!r}"
         )
+        return answer.cached_tokens is not None
 
-    told("once, computed", documents, blend=False)
     turned = documents[::-1]
-    told("another order, blended", turned, blend=True)
-    told("the same again, computed exactly", turned, blend=False)
+    tells = [
+        told("once, computed", documents, blend=False),
+        told("another order, blended", turned, blend=True),
+        told("the same again, computed exactly", turned, blend=False),
+    ]
+    if not any(tells):
+        print("The server tells no reuse: start it with --enable-prompt-tokens-details")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from kvstrata.bench.ahead import leads
 from kvstrata.bench.figures import Results
 from kvstrata.bench.processes import Usage
 from kvstrata.bench.record import Measured
+from kvstrata.bench.report import _where_a_peer_is_ahead
 from kvstrata.bench.traffic import Answer
 
 IN_TIME = 0.5
+PAIR = {"kvstrata": 0.3, "native": 0.2}
 
 
 def row(
@@ -46,6 +48,15 @@ def test_a_peer_that_is_sooner_in_every_round_is_ahead() -> None:
         *(row("kvstrata-disk", n, [0.2]) for n in range(3)),
     ]
     assert told(*rows) == {"kvstrata": ["first token 300.0 ms (vLLM tiering 250.0 ms)"]}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "said"), [(1, "In 1 round,"), (2, "In 2 rounds,"), (3, "In every round,")]
+)
+def test_every_round_is_said_of_three_and_more(rounds: int, said: str) -> None:
+    rows = [row(name, n, [t]) for name, t in PAIR.items() for n in range(rounds)]
+    title, *_ = _where_a_peer_is_ahead(Results(rows, [], IN_TIME), "chat")
+    assert title.startswith(f"{said} and by more than 5 %.")
 
 
 def test_by_less_than_a_twentieth_it_is_not() -> None:

@@ -79,6 +79,16 @@ def test_the_table_shows_medians_without_the_warm_up_in_80_columns(measured: Mea
     ]
 
 
+def test_speed_ups_are_relative_to_all_cold_prompts(measured: Measured) -> None:
+    """The first engine met a slow machine."""
+    for answer in measured.answers["plain"]:
+        answer.first_token_seconds *= 2
+    measured.answers["cold"][1].first_token_seconds = 1.2
+    assert measured.cold_seconds == pytest.approx((1.2 + 2.0) / 2)
+    ratios = [each["speed_up"] for each in measured.as_plain()["phases"]]
+    assert ratios == pytest.approx([0.8, 1.6 / 1.1, 160, 32, 16])
+
+
 def test_one_different_token_is_a_fault(measured: Measured) -> None:
     measured.answers["host"][2].tokens = [2, 7, 9]
     assert measured.faults() == [

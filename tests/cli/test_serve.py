@@ -65,6 +65,17 @@ def test_the_connector_is_named_with_its_module_and_recomputes_after_failed_load
     }
 
 
+def test_a_file_of_ucm_that_the_environment_names_is_checked_and_left_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text('{store_pipeline: "Cache|Empty", cache_buffer_capacity_gb: 0.125}')
+    monkeypatch.setenv("UCM_CONFIG_FILE", str(file))
+    assert settings("model").host_tier.capacity == 2**27
+    file.write_text('{store_pipeline: "Cache|Tape"}')
+    assert "'Cache|Tape'" in refused("model")
+
+
 def test_blending_is_another_connector() -> None:
     transfer = transfer_config("model", "--blend")
     assert transfer["kv_connector"] == "BlendConnector"
@@ -181,6 +192,7 @@ def test_a_transfer_config_of_the_users_own_is_refused_with_the_remedy(argument:
     message = refused("model", argument, "{}")
     assert "--kv-transfer-config is what 'kvstrata serve' writes itself" in message
     assert "hint: take it away and use --host-size" in message
+    assert "or give yours to vLLM: /bin/vllm serve model --kv-transfer-config '{…}'" in message
 
 
 def test_the_model_comes_first() -> None:

@@ -109,8 +109,8 @@ def test_inspect_explains_what_was_decided_for_a_request(place: Path) -> None:
     assert unknown.returncode == 1
     assert unknown.stderr == (
         "error: no server has decided anything for 'cmpl-8' lately\n"
-        "  hint: a prompt shorter than one block, and one that the engine found whole in its own "
-        "device memory, are never looked up\n"
+        "  hint: known are those of the last 4,096 lookups and saves. A prompt shorter than one "
+        "block, and one that the engine found whole in its own device memory, are never looked up\n"
     )
 
 
@@ -283,7 +283,12 @@ def test_operator_pins_the_prompt_of_a_request(place: Path) -> None:
     assert [each.returncode for each in (full, not_here, unknown)] == [1, 1, 1]
     assert full.stderr.startswith("error: no more may be pinned: 4 blocks are, in 2 pins")
     assert "none of these blocks is in host memory or on disk" in not_here.stderr
-    assert "no server knows this request, only recent ones are known" in unknown.stderr
+    assert unknown.stderr == (
+        "error: nothing is pinned: no server knows this request\n"
+        "  hint: name keys, or an earlier request with the same prompt; known are those of the last "
+        "4,096 lookups and saves. A prompt shorter than one block, and one that the engine found whole "
+        "in its own device memory, are never looked up\n"
+    )
 
 
 def test_pin_of_one_server_does_not_fail_for_another(place: Path) -> None:

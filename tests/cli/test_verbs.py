@@ -42,6 +42,27 @@ def test_clear_says_first_what_would_go_and_then_takes_it(tmp_path: Path) -> Non
     assert gone.matched_blocks == 0
 
 
+def test_clear_of_a_namespace_that_there_is_not_says_so(tmp_path: Path) -> None:
+    unknown = "00" * len(NAMESPACE)
+    with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path):
+        at = ("--socket", str(path))
+        wrong = kvstrata("clear", "--namespace", unknown, *at)
+        empty = kvstrata("clear", "--namespace", NAMESPACE.hex().upper(), *at)
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert wrong.stderr == (
+        f"error: no server knows a namespace {unknown}\n"
+        "  hint: kvstrata inspect shows those that there are\n"
+    )
+    assert (empty.returncode, empty.stderr) == (0, "")
+
+
+def test_clear_of_a_tier_that_nodes_share_takes_a_namespace_of_theirs(tmp_path: Path) -> None:
+    tiers = ("--host-size", "4MiB", "--shared", f"{tmp_path}/shared:64MiB")
+    with serving(tmp_path, *tiers) as path, engine(path):
+        result = kvstrata("clear", "--namespace", "00" * len(NAMESPACE), "--socket", str(path))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_drain_says_when_it_is_safe_and_can_be_undone(tmp_path: Path) -> None:
     with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path) as client:
         save(client, prompt("a", 8))
@@ -91,7 +112,10 @@ def test_warm_brings_a_prompt_up_from_disk_by_request_or_keys(tmp_path: Path) ->
         (["clear", "--tier", "tape"], "no tier 'tape'"),
         (["warm"], "give one of FILE, --request and --keys-from"),
         (["warm", "--request", "r", "--keys-from", "f"], "give one of"),
-        (["warm", "--request", "unheard"], "no block of a request 'unheard' is known"),
+        (
+            ["warm", "--request", "unheard"],
+            "is known\n  hint: name keys or prompts instead; known are those of the last 4,096",
+        ),
         (["warm", "--keys-from", "/nowhere/x"], "cannot read /nowhere/x"),
         (["page", "--listen", "here"], "--listen 'here' is no address and port"),
         (["page", "--listen", "name:80"], "'name' is no IP address"),

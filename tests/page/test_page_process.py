@@ -79,6 +79,14 @@ def test_half_a_file_leaves_nothing_and_a_file_too_long_is_refused(tmp_path: Pat
         assert "Traceback" not in page.log.read_text()
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_page_that_is_told_to_end_ends_with_0(tmp_path: Path, sent: int) -> None:
+    with shown(tmp_path) as page:
+        page.process.send_signal(sent)
+        assert page.process.wait(30) == 0
+        assert "Traceback" not in page.log.read_text()
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_page_that_ends_while_it_reads_leaves_no_process(tmp_path: Path, sent: int) -> None:
     with shown(tmp_path, *arguments(tmp_path)) as page:

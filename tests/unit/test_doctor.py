@@ -18,9 +18,11 @@ from kvstrata.cli import diagnosis
 from kvstrata.cli.diagnosis import Finding, diagnose
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.round_trip import round_trip
+from kvstrata.cli.shown_settings import settings_in_words
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.core.keys import Keys, as_key_array
+from kvstrata.core.load import explain
 from kvstrata.core.tiers import DiskTier, HostTier, SharedTier
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskStatus
@@ -34,7 +36,7 @@ app.command()(doctor)
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("KVSTRATA_"):
+        if name.startswith(("KVSTRATA_", "FLEXKV_", "UCM_")):
             monkeypatch.delenv(name)
 
 
@@ -217,9 +219,59 @@ def test_a_wrong_configuration_is_a_problem_and_ends_the_checks_that_need_it() -
     assert last.remedy
 
 
-def test_settings_that_are_not_defaults_are_named_with_their_source() -> None:
-    finding = found("configuration", KVSTRATA_TIERS="host:1MiB")
-    assert finding == Finding("configuration", "ok", "tiers from environment KVSTRATA_TIERS")
+def test_settings_that_are_not_defaults_are_shown_with_their_source() -> None:
+    message = (
+        "tiers: host:1MiB (from environment KVSTRATA_TIERS)\n"
+        "recompute: never (from environment KVSTRATA_RECOMPUTE)\n"
+        "prefault: false (from environment KVSTRATA_PREFAULT)"
+    )
+    environ = {"TIERS": "host:1MiB", "RECOMPUTE": "never", "PREFAULT": "no"}
+    finding = found("configuration", **{f"KVSTRATA_{k}": v for k, v in environ.items()})
+    assert finding == Finding("configuration", "ok", message)
+
+
+def test_tiers_that_have_a_secret_or_that_no_pipeline_says_are_shown_as_a_list_without_it() -> None:
+    tiers = "host:1MiB | valkey://me:secret@127.0.0.1:1?ttl_seconds=60"
+    finding = found("configuration", KVSTRATA_TIERS=tiers)
+    assert finding.message == (
+        'tiers: [{"kind": "host", "capacity": 1048576}, {"kind": "valkey", '
+        '"url": "valkey://***@127.0.0.1:1", "ttl_seconds": 60.0}] '
+        "(from environment KVSTRATA_TIERS)"
+    )
+    settings = explain({"tiers": [{"kind": "host", "eviction": "cost"}]}, environ={})
+    assert settings_in_words(settings) == (
+        'tiers: [{"kind": "host", "eviction": "cost"}] (from kv_connector_extra_config)'
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        (
+            "UCM_CONFIG_FILE",
+            {
+                "ucm_connectors": [
+                    {
+                        "ucm_connector_name": "UcmPipelineStore",
+                        "ucm_connector_config": {
+                            "store_pipeline": "Cache|Empty",
+                            "cache_buffer_capacity_gb": 0.125,
+                        },
+                    }
+                ]
+            },
+        ),
+        ("FLEXKV_CONFIG_PATH", {"cpu_cache_gb": 0.125}),
+    ],
+)
+def test_the_file_of_another_project_is_shown_as_the_engine_reads_it(
+    variable: str, words: dict[str, object], tmp_path: Path
+) -> None:
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps(words))
+    message = found("configuration", **{variable: str(file)}).message
+    assert message.startswith("tiers: host:128MiB (from ")
+    assert message.endswith(f" in the file {file})")
 
 
 def test_more_host_memory_than_there_is_is_a_problem_and_nothing_is_tried() -> None:

@@ -60,6 +60,7 @@ def test_the_file_of_ucm_that_the_page_shows_is_read_as_it_says(
     file = tmp_path / "ucm_config.yaml"
     file.write_text(text)
     assert tiers_of({"UCM_CONFIG_FILE": str(file)}) == promised
+    assert tiers_of({}, {"UCM_CONFIG_FILE": str(file)}) == promised
     assert tiers_of(yaml.safe_load(text)) == promised
     note, idle = log.messages[0], log.messages[1]
     assert f"is read as tiers: {promised}" in note
@@ -118,6 +119,19 @@ def test_every_setting_that_the_page_names_is_known() -> None:
 )  # fmt: skip
 def test_stores_of_ucm(store: dict[str, Any], name: str, tiers: str) -> None:
     assert tiers_of(ucm(store, name)) == tiers
+
+
+def test_two_files_of_ucm_that_differ_are_refused_and_one_that_is_not_there_is_named(
+    tmp_path: Path,
+) -> None:
+    for name, gib in ("a", 100), ("b", 200):
+        (tmp_path / name).write_text(yaml.safe_dump(ucm(CACHE_POSIX | {"posix_capacity_gb": gib})))
+    fault = fault_of(
+        {"UCM_CONFIG_FILE": str(tmp_path / "a")}, {"UCM_CONFIG_FILE": str(tmp_path / "b")}
+    )
+    assert f"the file {tmp_path / 'a'}" in fault
+    assert f"the file {tmp_path / 'b'}" in fault
+    assert "environment UCM_CONFIG_FILE" in fault_of({}, {"UCM_CONFIG_FILE": "/not/there.yaml"})
 
 
 @pytest.mark.parametrize(

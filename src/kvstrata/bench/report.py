@@ -16,6 +16,7 @@ from kvstrata.core.units import human_bytes
 
 __all__ = ["as_plain", "markdown", "results_of"]
 
+_MANY_ROUNDS = 3  # in fewer, who is ahead may be so by chance
 _IN_TIME = 2.0  # a first token is in time within so many times a cold prompt alone
 
 
@@ -125,16 +126,20 @@ def _costs(f: Figures) -> list[str]:
 
 
 def _where_a_peer_is_ahead(results: Results, workload: str) -> list[str]:
-    rows = []
+    rows, most = [], 0
     for step in results.steps(workload):
         found: dict[str, list[str]] = {}
-        for lead in leads(results.rounds(workload, step)):
+        rounds = results.rounds(workload, step)
+        most = max(most, len(rounds))
+        for lead in leads(rounds):
             found.setdefault(lead.contender, []).append(str(lead))
         rows += [_line([step, CONTENDERS[c].title, "; ".join(f)]) for c, f in found.items()]
     if not rows:
         return []
     titles = [_line(["step", "engine", "a peer is ahead in"]), _line(["---"] * 3)]
-    return ["In every round, and by more than 5 %:", "", *titles, *rows, ""]
+    where = "every round" if most >= _MANY_ROUNDS else f"{most} round{'s' if most > 1 else ''}"
+    medians = "Figures here are medians of the rounds, above of all answers"
+    return [f"In {where}, and by more than 5 %. {medians}:", "", *titles, *rows, ""]
 
 
 def _remarks(shown: list[Figures]) -> Iterator[str]:

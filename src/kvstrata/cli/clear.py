@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.cli.reporting import JsonFlag, plain_table, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, plain_table, reported
 from kvstrata.cli.servers import SocketOption, ask, bytes_as_given
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import NAMESPACE_ID_BYTES
 from kvstrata.core.units import human_bytes
 
 if TYPE_CHECKING:
+    from kvstrata.core.types import NamespaceId
     from kvstrata.manager.report import CacheReport, ClearReport
     from kvstrata.server.client import ManagerClient
 
@@ -41,9 +42,9 @@ def clear(
 
     In one tier, blocks that engines are reading or writing stay, and pinned ones. Without --tier
     nothing of the namespace is found any more, and its pins end; engines go on and save anew. A tier
-    that nodes share loses the blocks for all of them.
+    that nodes share loses the blocks for all of them, also of a namespace that only they know.
 
-    Exits with 1 if no server answers.
+    Exits with 1 if no server answers or knows the namespace.
     """
     with reported():
         if namespace is None and tier is None and not everything:
@@ -58,9 +59,14 @@ def clear(
         where = bytes_as_given(namespace, NAMESPACE_ID_BYTES, "a namespace") if namespace else None
 
         def one(client: "ManagerClient") -> tuple["ClearReport", "CacheReport | None"]:
-            return client.clear(where, tier, dry_run=dry_run), client.stats()
+            stats = client.stats()  # of before: what it clears it forgets
+            return client.clear(where, tier, dry_run=dry_run), stats
 
         answers = ask(socket, one, answer_seconds=_CLEAR_SECONDS)
+        if where is not None and not any(_may_have(where, *answer) for _, answer in answers):
+            hint = "kvstrata inspect shows those that there are"
+            typer.echo(f"error: no server knows a namespace {namespace}\n  hint: {hint}", err=True)
+            raise typer.Exit(FAILED)
         if as_json:
             _print_json(answers, dry_run=dry_run)
         else:
@@ -68,6 +74,13 @@ def clear(
 
 
 _CLEAR_SECONDS = 300.0  # a large disk forgets as fast as its journal is written
+
+
+def _may_have(where: "NamespaceId", report: "ClearReport", stats: "CacheReport | None") -> bool:
+    """Whether the server had anything of the namespace, or a tier in which others may have it."""
+    named = stats.namespaces if stats is not None else []
+    is_named = any(each.namespace == where.hex() for each in named)
+    return is_named or any(report.blocks.values()) or "remote" in report.blocks
 
 
 _Answers = list[tuple[Path, tuple["ClearReport", "CacheReport | None"]]]

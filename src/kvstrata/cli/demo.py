@@ -176,7 +176,8 @@ def _print(measured: "Measured", device: str, seconds: float) -> None:
     timed = len(measured.answers["plain"]) - 1
     console.print(
         f"vLLM on {device}, random Llama in float32, medians of {timed} prompts of "
-        f"{measured.prompt_tokens:,} tokens, {_OUTPUT_TOKENS} generated\n",
+        f"{measured.prompt_tokens:,} tokens, {_OUTPUT_TOKENS} generated; speed-up over the median of all "
+        "cold prompts\n",
         soft_wrap=True,
     )
     console.print(measured.table())

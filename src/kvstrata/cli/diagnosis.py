@@ -22,6 +22,7 @@ from typing import Final, Literal
 from kvstrata import __version__
 from kvstrata.cli.gpu_copies import GpuCopies, has_gpu, may_have_gpu, measure_gpu
 from kvstrata.cli.round_trip import PROBE_BLOCK_BYTES, remote_round_trip, round_trip
+from kvstrata.cli.shown_settings import settings_in_words
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
 from kvstrata.core.limits import (
@@ -102,7 +103,7 @@ def diagnose(config_file: Path | None, *, environ: Mapping[str, str] | None = No
         findings.append(Finding("configuration", "problem", message, remedy or "correct it"))
         return Diagnosis(findings, {})
     config = Config.model_validate({name: each.value for name, each in settings.items()})
-    findings.append(_describe_settings(settings))
+    findings.append(Finding("configuration", "ok", settings_in_words(settings)))
     findings += _check_server(config) if config.server == "attached" else _check_tiers(config)
     return Diagnosis(findings, settings)
 
@@ -230,13 +231,6 @@ def check_locked_memory(limit: int, capacity_bytes: int, *, has_gpu: bool) -> Fi
 
 
 # --- what the configuration asks for ---------------------------------------------------------
-
-
-def _describe_settings(settings: Mapping[str, Setting]) -> Finding:
-    given = [
-        f"{name} from {each.source}" for name, each in settings.items() if each.source != "default"
-    ]
-    return Finding("configuration", "ok", ", ".join(given) or "all settings at their defaults")
 
 
 def _check_server(config: Config) -> Iterator[Finding]:

@@ -41,11 +41,9 @@ def doctor(
 
 def _plain(diagnosis: "Diagnosis") -> dict[str, Any]:
     """Return *diagnosis* as values that JSON has."""
-    from pydantic import TypeAdapter
+    from kvstrata.cli.shown_settings import plain_settings
 
-    values = TypeAdapter(dict[str, Any]).dump_python(
-        {name: setting.value for name, setting in diagnosis.settings.items()}, mode="json"
-    )
+    values = plain_settings(diagnosis.settings)
     return {
         "problems": diagnosis.problems,
         "findings": [
@@ -58,20 +56,10 @@ def _plain(diagnosis: "Diagnosis") -> dict[str, Any]:
             for finding in diagnosis.findings
         ],
         "settings": {
-            name: {"value": _without_secrets(values[name]), "source": setting.source}
+            name: {"value": values[name], "source": setting.source}
             for name, setting in diagnosis.settings.items()
         },
     }
-
-
-def _without_secrets(value: Any) -> Any:
-    from kvstrata.core.pipeline import redact
-
-    if isinstance(value, dict):
-        return {name: _without_secrets(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(each) for each in value]
-    return redact(value) if isinstance(value, str) else value
 
 
 def _print(diagnosis: "Diagnosis") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kvstrata.cli.reporting import FAILED
-from kvstrata.cli.servers import ask
+from kvstrata.cli.servers import KNOWN_REQUESTS, ask
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,9 +32,9 @@ _TITLES: Final = (
 )
 _NONE: Final = "-"
 _NAMES: Final = 2  # of the columns; the others are numbers
-_UNKNOWN: Final = """error: no server has decided anything for {!r} lately
-  hint: a prompt shorter than one block, and one that the engine found whole in its own device \
-memory, are never looked up"""
+_UNKNOWN: Final = (
+    f"error: no server has decided anything for {{!r}} lately\n  hint: {KNOWN_REQUESTS}"
+)
 _REASONS: Final = {
     "all": "{all}",
     "recompute": "the rest is computed sooner than read",

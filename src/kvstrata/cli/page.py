@@ -3,7 +3,9 @@
 import ipaddress
 import logging
 import secrets
+import signal
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,8 +89,10 @@ def page(  # noqa: PLR0913 - each is an option
         listener = listen_at(host, port)
         shown = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         fragment = f"#token={chosen}" if is_made else ""
-        typer.echo(f"{path} is shown at {shown}{fragment}")
-        run_page(path, listener, access, partial(read_keys_apart, tokenizer=tokenizer))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it at its end
+        with suppress(KeyboardInterrupt):
+            typer.echo(f"{path} is shown at {shown}{fragment}")
+            run_page(path, listener, access, partial(read_keys_apart, tokenizer=tokenizer))
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, reported
-from kvstrata.cli.servers import SocketOption, ask, bytes_as_given
+from kvstrata.cli.servers import KNOWN_REQUESTS, SocketOption, ask, bytes_as_given
 from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 
@@ -21,8 +21,8 @@ __all__ = ["pin", "unpin"]
 
 _NOT_HERE: Final = "none of these blocks is in host memory or on disk"
 _UNKNOWN: Final = (
-    "no server knows this request, only recent ones are known: those of the last 4,096 lookups "
-    "and saves"
+    "no server knows this request\n"
+    f"  hint: name keys, or an earlier request with the same prompt; {KNOWN_REQUESTS}"
 )
 
 

@@ -165,7 +165,7 @@ def _refuse_mistakes(model: str, rest: Sequence[str]) -> None:
             raise ConfigError(
                 f"{_TRANSFER_OPTION} is what 'kvstrata serve' writes itself",
                 hint="take it away and use --host-size, --disk, --config, --attach and --role, or "
-                f"run 'vllm serve' with a {_TRANSFER_OPTION} of your own",
+                f"give yours to vLLM: {shlex.join([*vllm_command(model), _TRANSFER_OPTION])} '{{…}}'",
             )
 
 

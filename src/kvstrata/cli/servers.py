@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstrata.server.client import ManagerClient
 
 __all__ = [
+    "KNOWN_REQUESTS",
     "ServerView",
     "SocketOption",
     "as_plain",
@@ -27,6 +28,10 @@ __all__ = [
 ]
 
 _ANSWER_SECONDS: Final = 3.0
+KNOWN_REQUESTS: Final = (
+    "known are those of the last 4,096 lookups and saves. A prompt shorter than one block, and one "
+    "that the engine found whole in its own device memory, are never looked up"
+)
 
 T = TypeVar("T")
 

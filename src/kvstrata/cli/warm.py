@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, reported
-from kvstrata.cli.servers import SocketOption, bytes_as_given, only_server
+from kvstrata.cli.servers import KNOWN_REQUESTS, SocketOption, bytes_as_given, only_server
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 
@@ -148,7 +148,7 @@ def _of_request(client: "ManagerClient", request: str) -> _Prompt:
             return _Prompt(request, namespace, keys)
     raise ConfigError(
         f"no block of a request {request!r} is known",
-        hint="only the last 4,096 lookups and saves are: name keys or prompts instead",
+        hint=f"name keys or prompts instead; {KNOWN_REQUESTS}",
     )
 
 

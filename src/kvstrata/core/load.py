@@ -186,7 +186,7 @@ def _in_other_words(
     """What the settings of other projects come to, where there are any."""
     found: list[Translation] = []
     for translate in (
-        partial(spellings_of_ucm.translate, overrides),
+        partial(spellings_of_ucm.translate, overrides, environ),
         partial(spellings_of_flexkv.translate, environ),
     ):
         try:

@@ -1,5 +1,7 @@
 """UCM's settings: in ``kv_connector_extra_config``, or in the file of its key UCM_CONFIG_FILE.
 
+The key may be an environment variable, too: the command line has no other place for it.
+
 Its connectors take a list with one store. Its document of ``BlendConnector`` has the settings of a
 pipeline in no list, beside those of blending.
 """
@@ -67,20 +69,22 @@ _UNSAID_BYTES: Final = 100 * GIB
 _REMEDY: Final = "give `tiers` instead, for example host:8GiB | disk:/var/cache/kv:200GiB"
 
 
-def translate(overrides: Mapping[str, object]) -> Translation | None:
-    """Return what *overrides* say in UCM's words; None if they say nothing in them.
+def translate(overrides: Mapping[str, object], environ: Mapping[str, str]) -> Translation | None:
+    """Return what *overrides* and the file say in UCM's words; None if they say nothing in them.
 
     Raises:
         ConfigError: if the file of ``UCM_CONFIG_FILE`` cannot be read.
     """
-    if not any(name in overrides for name in NAMES):
+    given = {k: v for k, v in overrides.items() if k in NAMES and k != FILE_KEY}
+    places = {"kv_connector_extra_config": overrides, "environment": environ}
+    files = [(place, found[FILE_KEY]) for place, found in places.items() if FILE_KEY in found]
+    if not given and not files:
         return None
     result = Translation("UCM")
-    given = {k: v for k, v in overrides.items() if k in NAMES and k != FILE_KEY}
     sources = [_said(given, "kv_connector_extra_config")]
-    if FILE_KEY in overrides:
-        named = overrides[FILE_KEY]
-        sources.append(_said(read_settings(named, FILE_KEY), f"the file {named}"))
+    for place, named in files:
+        found = read_settings(named, f"{place} {FILE_KEY}")
+        sources.append(_said(found, f"the file {named}"))
     together = agreed("UCM", sources, result.faults)
     alone = {name: together.pop(name) for name in _IN_NO_LIST if name in together}
     reader = Reader(together, result)

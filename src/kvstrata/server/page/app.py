@@ -98,7 +98,7 @@ def listen(host: str, port: int) -> socket.socket:
 def run_page(
     path: Path, listener: socket.socket, access: Access, read_prompts: ReadPrompts
 ) -> None:
-    """Show the server at *path* until SIGTERM or SIGINT."""
+    """Show the server at *path* until a KeyboardInterrupt."""
     sampler, verbs = Sampler(path), Verbs(path, read_prompts)
     config = uvicorn.Config(
         make_app(sampler, verbs, access),
@@ -117,8 +117,6 @@ def run_page(
     sampler.start()
     try:
         uvicorn.Server(config).run(sockets=[listener])
-    except KeyboardInterrupt:
-        pass  # Ctrl-C is how it ends
     finally:
         sampler.close()
         listener.close()
