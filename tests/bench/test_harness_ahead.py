@@ -101,5 +101,13 @@ def test_all_other_figures_are_compared_and_the_best_peer_comes_first() -> None:
         "tokens/s 201 (vLLM tiering 301)",
         "in time/s 0.20 (vLLM tiering 0.30)",
         "CPU a request 150.0 ms (vLLM tiering 100.0 ms)",
-        "memory 6.0 GiB (vLLM tiering 3.0 GiB, LMCache 3.0 GiB)",
+        "memory 6.00 GiB (vLLM tiering 3.00 GiB, LMCache 3.00 GiB)",
     ]
+
+
+def test_memory_that_differs_by_a_twentieth_does_not_look_alike() -> None:
+    rows = [
+        row("kvstrata", 0, [0.2], memory=int(1.54 * 2**30 / 3)),
+        row("native", 0, [0.2], memory=int(1.46 * 2**30 / 3)),
+    ]
+    assert told(*rows) == {"kvstrata": ["memory 1.54 GiB (vLLM tiering 1.46 GiB)"]}

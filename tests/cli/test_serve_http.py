@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from tests.caches import eventually
 from tests.cli.processes import kvstrata, running, until
+from tests.collector import Collector, attributes, collecting
 from tests.ports import free_port
 
 pytestmark = pytest.mark.vllm
 
 PROMPT_TOKENS = 513
 DEVICE_BLOCKS = 80  # of 32 tokens: four prompts fill them
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path, tiny_llama: Path) -> Iterator[str]:
+def collector() -> Iterator[Collector]:
+    with collecting() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tiny_llama: Path, collector: Collector) -> Iterator[str]:
     port = free_port()
     arguments = [str(tiny_llama), "--host-size", "64MiB", "--blend"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
@@ -36,9 +45,16 @@ def url(folder: Path, tiny_llama: Path) -> Iterator[str]:
     arguments += ["--block-size", "32", "--max-model-len", "2400"]
     arguments += ["--enable-prompt-tokens-details"]
     arguments += ["--num-gpu-blocks-override", str(DEVICE_BLOCKS)]
+    arguments += ["--otlp-traces-endpoint", collector.address]
     log = folder / "vllm.log"
-    patient = {"TMPDIR": str(folder), "KVSTRATA_LOOKUP_TIMEOUT_SECONDS": "30"}
-    with running("serve", *arguments, log=log, env=patient) as process:
+    variables = {
+        "TMPDIR": str(folder),
+        "KVSTRATA_LOOKUP_TIMEOUT_SECONDS": "30",
+        "KVSTRATA_OTLP_TRACES_ENDPOINT": collector.address,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",  # of vLLM's own spans
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+    with running("serve", *arguments, log=log, env=variables) as process:
         address = f"http://127.0.0.1:{port}"
         until(lambda: process.poll() is not None or is_healthy(address), 300, log)
         assert process.poll() is None, log.read_text(errors="replace")[-4000:]
@@ -58,7 +74,7 @@ def complete(address: str, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def answer_to(address: str, prompt: list[int]) -> dict[str, Any]:
+def answer_to(address: str, prompt: list[int], **headers: str) -> dict[str, Any]:
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -66,8 +82,9 @@ def answer_to(address: str, prompt: list[int]) -> dict[str, Any]:
         "temperature": 0,
         "return_token_ids": True,
     }
+    headers["Content-Type"] = "application/json"
     request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{address}/v1/completions", json.dumps(body).encode(), headers
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         found: dict[str, Any] = json.load(answer)
@@ -140,6 +157,32 @@ def test_prompt_is_pinned_by_the_id_of_its_response(url: str, folder: Path) -> N
     (pin,) = json.loads(pinned.stdout)["pins"]
     assert pin["blocks"] == PROMPT_TOKENS // 64
     assert kvstrata("unpin", str(pin["number"]), env=env).returncode == 0
+
+
+def test_spans_stand_in_the_trace_of_the_http_request(url: str, collector: Collector) -> None:
+    """Beside vLLM's own; without a header each is a trace of its own."""
+    choose = random.Random(4)
+    first, second = ([choose.randrange(1, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(2))
+    traced = answer_to(url, first, traceparent=f"00-{TRACE}-{PARENT}-01")["id"]
+    untraced = answer_to(url, second)["id"]
+
+    def spans_of(request: str) -> dict[str, tuple[str, str]]:
+        """Of one request: names, and the trace and the span above that each is of."""
+        return {
+            span.name: (span.trace_id.hex(), span.parent_span_id.hex())
+            for span in list(collector.spans)
+            for name in ("kvstrata.request", "gen_ai.request.id")
+            if str(attributes(span).get(name, "")).startswith(request)
+        }
+
+    kinds = {"llm_request", "kvstrata.lookup", "kvstrata.save"}
+    eventually(
+        lambda: kinds <= spans_of(traced).keys() and kinds <= spans_of(untraced).keys(),
+        "not all spans have come",
+    )
+    assert spans_of(traced) == dict.fromkeys(kinds, (TRACE, PARENT))
+    assert all(above == "" for _, above in spans_of(untraced).values())
+    assert len({trace for trace, _ in spans_of(untraced).values()}) == len(kinds)
 
 
 def test_the_example_reuses_documents_in_another_order(url: str) -> None:

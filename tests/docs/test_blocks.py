@@ -6,6 +6,7 @@ Python is run by ``test_docs.py``, `kvstrata replay` too, which has to print wha
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import yaml
 from tests.cli.processes import environment
 from tests.cli.traffic import NAMESPACE, engine, prompt, save, serving
 from tests.deploy.files import run, tool
-from tests.docs.blocks import ROOT, Block, Command, blocks, commands
+from tests.docs.blocks import PAGES, ROOT, Block, Command, blocks, commands
 from tests.remote.objects_engine import BUCKET, MotoEngine
 from tests.remote.objects_engine import environment as s3_variables
 from typer.testing import CliRunner
@@ -34,45 +35,54 @@ from kvstrata.testing.samples import key as sample_key
 BLOCKS = list(blocks())
 COMMANDS = list(commands())
 
-LANGUAGES_NOT_READ: Final = {
-    "": "drawings, and a line of /etc/fstab",
-    "text": "grammar, and formats of other programs",
-    "python": "run by test_docs.py",
-    "console": "taken apart into commands",
-    "diff": "of UCM's settings, read by tests/vllm/test_other_words.py",
+LANGUAGES: Final = {
+    "": "drawings, and a line of `/etc/fstab`: nothing looks at them",
+    "console": "taken apart into commands; see below",
+    "diff": "of vLLM's settings for UCM: both sides are given to vLLM",
+    "json": "read as settings, or as fields of a request",
+    "python": "run, each block in a process of its own",
+    "text": "usage, grammar and formats, which nothing looks at; examples of `kvstrata` are parsed",
+    "yaml": "read as settings, Prometheus's by `promtool`; LMCache's are not, as their page says",
 }
-PROGRAMS_NOT_RUN: Final = {
-    "chmod": "belongs to the line that it follows",
-    "curl": "asks an engine, which takes minutes to start; tests/cli/test_serve_http.py asks one",
-    "docker": "needs a daemon; tests/deploy checks the file",
-    "grep": "filters what curl prints",
-    "install": "writes to /etc and /usr; tests/deploy checks the files",
-    "kubectl": "needs a cluster; tests/deploy checks the files",
-    "mkdir": "makes a directory in /run",
-    "openssl": "is not ours",
-    "sudo": "becomes another user; the command behind it is taken apart as well",
-    "systemctl": "needs a running systemd; tests/deploy checks the units",
-    "systemd-sysusers": "makes users; tests/deploy has it look at the file",
-}
+"""What tests do with a block; the page has these, and those below, word by word."""
+SERVED: Final = {"clear", "drain", "inspect", "stats", "top", "warm"}
 ARGUMENTS_NOT_RUN: Final = {
     (
         "warm",
         "prompts.jsonl",
     ): "needs to know how a real engine hashes; tests/vllm/test_prompt_keys.py",
 }
-SERVED: Final = {"clear", "drain", "inspect", "stats", "top", "warm"}
-"""Commands that are run, against a server."""
-LOOKED_AT: Final = {
-    "bench": "takes minutes; tests/cli/test_bench.py",
-    "check": "run, below, on the directories of a store",
-    "demo": "takes minutes; tests/cli/test_demo.py",
-    "doctor": "run, below, with settings that this machine can hold",
-    "gc": "run, below, on a bucket",
-    "page": "runs until it is stopped; tests/page",
-    "replay": "run by test_docs.py",
-    "serve": "is asked what it would start, below",
-    "server": "runs until it is stopped; its settings are loaded, below",
+OURS: Final = {
+    "bench": "parsed; takes minutes, and `tests/cli/test_bench.py` has shorter ones",
+    "check": "run, on the directories of a store",
+    "demo": "parsed; takes minutes, and `tests/cli/test_demo.py` has engines that only report",
+    "doctor": "run, with settings that the machine can hold",
+    "gc": "run, on a bucket",
+    "page": "parsed; runs until it is stopped, and `tests/page` starts one",
+    "replay": "parsed; where what it prints is shown, it is run and has to print that",
+    "serve": "asked what it would start, as if all its memory, disks and servers were there",
+    "server": "its settings are read; it would run until it is stopped",
+    "warm": "run, against a server; with prompts parsed only, since that asks a real engine",
+} | dict.fromkeys(SERVED - {"warm"}, "run, against a server")
+PROGRAMS: Final = {
+    "chmod": "belongs to the line that it follows",
+    "curl": "asks an engine, which would have to be started; `tests/cli/test_serve_http.py` asks one",
+    "docker": "needs a daemon; `tests/deploy` checks the file",
+    "grep": "filters what `curl` prints",
+    "install": "writes to `/etc` and `/usr`; `tests/deploy` checks the files",
+    "kubectl": "needs a cluster; `tests/deploy` checks the files",
+    "make": "installs, tests or measures for minutes; the target has to be one of the Makefile",
+    "mkdir": "makes a directory in `/run`",
+    "openssl": "is not ours",
+    "pip": "would change what is installed; what is in brackets has to be an extra",
+    "pytest": "would run tests within tests; the files have to be there",
+    "python": "measures for minutes or asks an engine; the program has to be there and know the options",
+    "sudo": "becomes another user; the command behind it is parsed",
+    "systemctl": "needs a running systemd; `tests/deploy` checks the units",
+    "systemd-sysusers": "makes users; `tests/deploy` has it look at the file",
+    "vllm": "starts an engine; vLLM parses the options, and the settings of the connector are read",
 }
+"""None of these is run."""
 
 
 def of(*programs: str) -> list[Command]:
@@ -81,17 +91,22 @@ def of(*programs: str) -> list[Command]:
 
 
 def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
-    known = {*LANGUAGES_NOT_READ, "yaml", "json"}
-    assert {block.language for block in BLOCKS} <= known
+    assert {block.language for block in BLOCKS} == LANGUAGES.keys()
     assert len(BLOCKS) > 100
 
 
 def test_every_command_is_one_that_is_looked_at() -> None:
-    looked_at = {"kvstrata", "make", "pip", "pytest", "python", "vllm"}
-    used = {command.words[0] for command in COMMANDS}
-    assert used - looked_at == PROGRAMS_NOT_RUN.keys()
-    ours = {command.words[1] for command in of("kvstrata")}
-    assert ours - SERVED == LOOKED_AT.keys()
+    assert {command.words[0] for command in COMMANDS} == {"kvstrata", *PROGRAMS}
+    assert {command.words[1] for command in of("kvstrata")} == OURS.keys()
+
+
+def test_the_page_says_what_is_looked_at_and_how() -> None:
+    page = (ROOT / "docs" / "benchmark-method.md").read_text(encoding="utf-8")
+    section = page.partition("## What of these pages is tested\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?:`([\w -]+)`|none) \| (.*) \|$", section, re.MULTILINE)
+    ours = {f"kvstrata {name}": what for name, what in OURS.items()}
+    assert dict(rows) == LANGUAGES | ours | PROGRAMS
+    assert len(rows) == len(LANGUAGES) + len(OURS) + len(PROGRAMS)
 
 
 # --- kvstrata --------------------------------------------------------------------------------
@@ -102,6 +117,19 @@ def test_a_command_is_one_of_the_program(command: Command) -> None:
     words = command.words[3:] if command.words[0] == "sudo" else command.words
     assert words[0].endswith("kvstrata")
     name, *rest = words[1:]
+    typer.main.get_group(app).commands[name].make_context(name, rest)  # raises for what is unknown
+
+
+def examples() -> Iterator[str]:
+    """Command lines of the reference, which stand there without a prompt."""
+    for block in BLOCKS:
+        if block.language == "text" and block.text.startswith("kvstrata "):
+            yield from (line for line in block.text.splitlines() if "[options]" not in line)
+
+
+@pytest.mark.parametrize("line", list(examples()))
+def test_an_example_of_the_reference_is_one_of_the_program(line: str) -> None:
+    name, *rest = shlex.split(line)[1:]
     typer.main.get_group(app).commands[name].make_context(name, rest)  # raises for what is unknown
 
 
@@ -303,11 +331,25 @@ def test_a_target_is_one_of_the_makefile(command: Command) -> None:
         assert "=" in target or re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", of("pip"), ids=str)
-def test_an_extra_is_one_of_the_package(command: Command) -> None:
+def test_an_extra_is_one_of_the_package() -> None:
+    """In commands, in sentences and in the hints of our messages."""
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    for wanted in re.findall(r"kvstrata\[([^\]]*)\]", " ".join(command.words)):
-        assert set(wanted.split(",")) <= set(extras)
+    files = [*PAGES, *(ROOT / "src" / "kvstrata").rglob("*.py")]
+    found = [
+        (file.name, extra)
+        for file in files
+        for names in re.findall(r"(?:kvstrata|'\.)\[([\w,]+)\]", file.read_text(encoding="utf-8"))
+        for extra in names.split(",")
+    ]
+    assert len(found) > 20
+    assert [each for each in found if each[1] not in extras] == []
+
+
+def test_pip_adds_an_extra_to_what_is_installed_and_asks_no_index_for_it() -> None:
+    wanted = ["--dry-run", "--no-index", "--disable-pip-version-check", "kvstrata[page]"]
+    done = run(sys.executable, "-m", "pip", "--isolated", "install", *wanted)
+    assert done.returncode == 0, done.stderr
+    assert "Would install" not in done.stdout
 
 
 @pytest.mark.parametrize("command", of("pytest"), ids=str)

@@ -5,17 +5,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.caches import PATIENCE_SECONDS, eventually
+from tests.collector import Collector, attributes, collecting
 from tests.vllm.bench import prompt, start
 from tests.vllm.fake_runner import TOKENS, continuation
 from tests.vllm.plans import model_folder
@@ -31,49 +27,10 @@ PARENT = "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
 
-@dataclass
-class Collector:
-    """What an OTLP/HTTP collector takes in."""
-
-    spans: list[Span] = field(default_factory=list)
-    services: set[str] = field(default_factory=set)
-    address: str = ""
-
-    def take(self, body: bytes) -> None:
-        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            named = {a.key: a.value.string_value for a in of_resource.resource.attributes}
-            self.services.add(named["service.name"])
-            for scope in of_resource.scope_spans:
-                self.spans.extend(scope.spans)
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    found = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # the name that http.server calls
-            assert self.path == "/v1/traces"
-            found.take(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    found.address = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def attributes(span: Span) -> dict[str, Any]:
-    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
+    with collecting() as found:
+        yield found
 
 
 def test_each_step_of_a_request_is_a_span_of_its_clients_trace(
