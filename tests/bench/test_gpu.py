@@ -441,7 +441,7 @@ def test_a_row_says_what_its_copies_are_unlike_others_in(monkeypatch: pytest.Mon
             SimpleNamespace(_stream=SimpleNamespace(kernel_bytes=limit)) for limit in (512, 511)
         )
         monkeypatch.setattr(bed, "device", SimpleNamespace(_loads=loads, _saves=saves))
-        assert bed.remarks(is_load=True) == ["by kernel, multiprocessors: 2"]
+        assert bed.remarks(is_load=True) == ["by kernel, multiprocessors: 3"]
         assert bed.remarks(is_load=False) == []
         monkeypatch.undo()
 

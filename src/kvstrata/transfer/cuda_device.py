@@ -37,11 +37,11 @@ def open_device(pages: Sequence[Sequence[Any]]) -> StreamedDevice:
         ways, measured = measure(device, ways, sorted(sizes))
     except DeviceFault as e:
         _log.warning("how this GPU copies cannot be measured: %s", e)
-    choice = choose(measured)
-    _log.info("copies of %s: %s", device, report(choice, measured, ways))
+    load_bytes = choose(measured)
+    _log.info("copies of %s: %s", device, report(load_bytes, measured, ways))
     pins = HostPins(register, unregister)
     loads, saves = (CudaStream(device, pins, ways, is_load=is_load) for is_load in (True, False))
-    loads.kernel_bytes, saves.kernel_bytes = choice
+    loads.kernel_bytes = load_bytes
     near = numa_node(device, is_rocm=is_rocm())
     limits = ONE_BY_ONE if ways.batch is None else CopyLimits()
     return StreamedDevice(driver, groups, (loads, saves), pins, limits, numa_node=near)

@@ -14,7 +14,7 @@ from kvstrata.transfer.cuda_streams import CudaStream
 from kvstrata.transfer.cuda_ways import Ways, find_ways, is_rocm
 from kvstrata.transfer.descriptors import Spans
 from kvstrata.transfer.driver import DeviceFault
-from kvstrata.transfer.selection import Choice, Measured, choose
+from kvstrata.transfer.selection import Measured, choose
 
 __all__ = ["measure", "measure_here", "report"]
 
@@ -32,7 +32,7 @@ class _Everywhere:
 
 
 def measure(device: torch.device, ways: Ways, pieces: Sequence[int]) -> tuple[Ways, list[Measured]]:
-    """Those *ways* that work, and their rates in both directions for *pieces* of such sizes.
+    """Those *ways* that work, and their rates for *pieces* of such sizes; the kernel's for loads.
 
     If batches are refused, single copies are measured in their place.
     """
@@ -59,7 +59,7 @@ def _try(
 ) -> tuple[list[Measured], str | None]:
     """Rates of one way, and why it has failed, if it has."""
     found: list[Measured] = []
-    for is_load in (True, False):
+    for is_load in (True,) if by_kernel else (True, False):
         stream = CudaStream(device, _Everywhere(), ways, is_load=is_load)
         stream.kernel_bytes = 1 << 62 if by_kernel else 0
         try:
@@ -93,13 +93,10 @@ def _rate(stream: CudaStream, spans: Spans) -> float:
     return spans.total_bytes / best
 
 
-def report(choice: Choice, measured: Sequence[Measured], ways: Ways) -> str:
-    """One sentence."""
+def report(load_bytes: int, measured: Sequence[Measured], ways: Ways) -> str:
+    """One sentence; *load_bytes* as ``choose`` gives it."""
     parts = []
-    for is_load, what, limit in (
-        (True, "loads", choice.load_bytes),
-        (False, "saves", choice.save_bytes),
-    ):
+    for is_load, what, limit in ((True, "loads", load_bytes), (False, "saves", 0)):
         own = [m for m in measured if m.is_load is is_load]
         best = max((m.bytes_per_second for m in own), default=0.0)
         name = ways.dma.name

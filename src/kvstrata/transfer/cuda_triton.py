@@ -16,10 +16,11 @@ from kvstrata.transfer.descriptors import Numbers
 
 __all__ = ["PROGRAMS", "copy_by_kernel", "in_pieces", "widest_word"]
 
-PROGRAMS: Final = 2
-"""Programs of one copy, each of which takes a multiprocessor: four while a load and a save run.
+PROGRAMS: Final = 3
+"""Programs of a load, each of which takes a multiprocessor.
 
-On an H200 two fill its link, for loads and for saves; one brings 0.65 and 0.8 of that.
+On an H200 three bring two thirds of the link for pages of 18 KiB, two half of it, and four no more
+than three.
 """
 
 _WARPS: Final = 32

@@ -6,7 +6,7 @@ overwrites nothing that is still read, and what is reported has happened. A long
 those that wait for a thread, every 32 MiB.
 
 Loads layer by layer wait for the engine, and the engine for them, on the streams: threads wait
-until the copies of a layer have been asked for, which is up to 64 chunks before they arrive.
+until the copies of a layer have been asked for, which is up to 32 chunks before they arrive.
 """
 
 import logging

@@ -27,7 +27,7 @@ class CopyLimits(NamedTuple):
     chunks_in_flight: int = 2  # of one job
     shared_chunk_bytes: int = 2 << 20  # of a save while steps run, which have one before them then
     patience_seconds: float = 0.005  # that a chunk of a save waits for loads: they may never pause
-    chunks_ahead: int = 64  # of a job that loads layer by layer: about 10 ms of the link
+    chunks_ahead: int = 32  # of a job that loads layer by layer: 5 to 10 ms of the link
     spans_in_flight: int | None = None  # of all jobs of a stream; None: their chunks are enough
 
 
