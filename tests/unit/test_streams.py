@@ -126,7 +126,7 @@ class Counting:
         event.hold(self)
 
 
-@pytest.mark.parametrize(("limits", "most"), [(ONE_BY_ONE, 512), (CopyLimits(), 2 * 64 * 4096)])
+@pytest.mark.parametrize(("limits", "most"), [(ONE_BY_ONE, 512), (CopyLimits(), 2 * 32 * 4096)])
 def test_calls_for_single_spans_do_not_fill_the_queue_of_the_driver(
     limits: CopyLimits, most: int
 ) -> None:
