@@ -52,6 +52,18 @@ def _place(pages, slot, page_stride, token_stride, page_tokens):
 
 
 @triton.jit
+def _ends(pair, ROTARY: tl.constexpr, FIRST: tl.constexpr, IS_NEOX: tl.constexpr):
+    """Where in a head the two elements of a pair are."""
+    if IS_NEOX:
+        left = FIRST + pair
+        right = left + ROTARY // 2
+    else:
+        left = FIRST + 2 * pair
+        right = left + 1
+    return left, right
+
+
+@triton.jit
 def _turn(source, target, pair, COUNT: tl.constexpr):
     """Cosines and sines of the angles from one row of the table to another."""
     is_pair = pair < COUNT
@@ -122,12 +134,7 @@ def _move(
 ):
     """EACH tokens, all heads of one of which turn by the same angles."""
     pair = tl.arange(0, PAIRS)
-    if IS_NEOX:
-        left = FIRST + pair
-        right = left + ROTARY // 2
-    else:
-        left = FIRST + 2 * pair
-        right = left + 1
+    left, right = _ends(pair, ROTARY, FIRST, IS_NEOX)
     is_pair = pair < ROTARY // 2
     place = tl.arange(0, KEPT_PADDED)  # of what is not turned, which lies around the rest
     is_kept = place < WHOLE - ROTARY
