@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.caches import eventually
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
@@ -109,3 +110,20 @@ def test_what_the_server_has_evicted_is_saved_again(
         assert engine.serve("again", prompt(1, 64), 2) == 0
         engine.forget_device()
         assert engine.serve("and again", prompt(1, 64), 2) == 64
+
+
+@in_all_modes
+def test_blocks_that_vllm_has_back_are_on_their_way_to_the_server(
+    bench: Bench, asynchronous: bool, drafts: int
+) -> None:
+    """No step need follow, so that what another engine asks for next is found."""
+    engine = bench.engine(asynchronous=asynchronous, drafts=drafts)
+    engine.add("a", prompt(1, 41), 1)
+
+    def has_them_back() -> bool:
+        engine.step()
+        return engine.pool.get_num_free_blocks() == engine.all_free
+
+    eventually(has_them_back, "the save does not end")
+    eventually(lambda: not bench.manager.stats().running_puts, "the server has not heard of it")
+    assert len(bench.saved_keys()) == 5

@@ -118,9 +118,7 @@ SURFACE: Final[Surface] = {
         ),
     },
     "vllm.config.scheduler": {
-        "SchedulerConfig": (
-            "async_scheduling enable_chunked_prefill max_num_batched_tokens max_num_seqs"
-        ),
+        "SchedulerConfig": "async_scheduling enable_chunked_prefill max_num_batched_tokens",
     },
     "vllm.config.speculative": {
         "SpeculativeConfig": "draft_load_config draft_model_config method",

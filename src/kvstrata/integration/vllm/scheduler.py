@@ -186,6 +186,10 @@ class SchedulerHalf:
         saved = self._saves.ended(report.saved, report.save_failed)
         if self._events is not None:
             self._events.expect(saved)
+        if (
+            not self._requests
+        ):  # no step need follow, and whoever asks another engine next shall find it
+            self._link.poll(0.0)
 
     def not_loaded(self, device_blocks: set[int]) -> None:
         """The last step's forward may have used *device_blocks*, which some load did not fill.
