@@ -226,6 +226,37 @@ def test_requests_in_line_leave_room_for_one_whose_turn_has_come(folder: Path) -
         assert [engine.runner.loaded_tokens[name] for name in in_line] == [80] * 4
 
 
+def test_of_those_whose_turn_has_come_one_a_step_asks_beyond_the_bound(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks for each in line while the first ones wait for their answers."""
+    with start(folder, 40) as bench:
+        engine = bench.engine()
+        for seed in range(4):
+            engine.serve(f"a{seed}", prompt(seed, 83), 1)
+        engine.forget_device()
+        loads = engine.half._loads
+        monkeypatch.setattr(loads, "_settled", lambda lookup: False)
+        for seed in range(4):
+            engine.add(f"b{seed}", prompt(seed, 83), 1)
+        asked = [len(loads._lookups)]
+        for _ in range(4):
+            engine.step()
+            asked.append(len(loads._lookups))
+        assert asked == [1, 2, 3, 4, 4]
+        monkeypatch.undo()
+        engine.run()
+        assert [engine.runner.loaded_tokens[f"b{seed}"] for seed in range(4)] == [80] * 4
+
+
+def test_a_prompt_longer_than_the_bound_is_asked_for_ahead_if_nobody_else_is(folder: Path) -> None:
+    with start(folder, 40) as bench:
+        engine = bench.engine()
+        engine.add("long", prompt(1, 163), 1)
+        assert set(engine.half._loads._lookups) == {"long"}
+        engine.run()
+
+
 def test_blocks_that_are_not_whole_device_blocks_are_refused(bench: Bench) -> None:
     message = (
         f"tokens_per_block = {TOKENS + 1} is no multiple of vLLM's block size of {DEVICE_TOKENS}"

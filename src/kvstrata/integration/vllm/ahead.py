@@ -1,7 +1,7 @@
-"""How much requests may ask for before their turn.
+"""How much requests may ask for that are not the next to run.
 
-What the server finds is leased until the request has its turn. With all of host memory leased to
-those in line, nothing could come up from disk for the one whose turn it is.
+What the server finds is leased until the request runs. With all of host memory leased to those in
+line, nothing could come up from disk for the one whose turn it is.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from kvstrata.server.client import Pending
 
 __all__ = ["Ahead"]
 
-# Of the host tier. It leaves room for loads, for saves and for other engines, whose lines are as long.
+# Of the host tier. It leaves room for loads and saves, and for the line of another engine or two.
 _SHARE: Final = 0.25
 
 
@@ -31,9 +31,9 @@ class Ahead:
         self._unanswered: deque[Pending] = deque()  # in the order of asking; some are given back
 
     def fits(self, blocks: int) -> bool:
-        """Whether a request may ask for *blocks* before its turn."""
+        """Whether a request may ask for *blocks* that is not the next to run; one by itself may."""
         self._take_answers()
-        return self._total + blocks <= self._link.host_slots * _SHARE
+        return not self._total or self._total + blocks <= self._link.host_slots * _SHARE
 
     def take(self, pending: Pending, blocks: int) -> None:
         """*pending*, just sent, asks for *blocks*."""

@@ -107,6 +107,7 @@ class Loads:
         self._taints = taints
         self._all_workers = all_workers(identity.world_size)
         self._ahead = Ahead(link)
+        self._is_first = True  # nobody has asked at its turn in this step
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
         self._awaits = Awaits()
@@ -122,8 +123,7 @@ class Loads:
         if request.request_id in self._lookups or not self._may_load(request):
             return
         computed = self._math.cached_on_device(request, pool)
-        blocks = self._taints.exact_blocks(request) - computed // self._math.tokens
-        if self._ahead.fits(blocks):
+        if self._ahead.fits(self._missing_blocks(request, computed)):
             self._ask(request, namespace, computed)
 
     def match(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
@@ -152,6 +152,8 @@ class Loads:
         """What ``match`` answers for a request that awaits nothing."""
         if not self._link.ready:
             return 0
+        if request.request_id not in self._lookups and not self._has_its_turn(request, computed):
+            return None
         lookup = self._fresh_lookup(request, namespace, computed)
         if lookup is None:
             return 0
@@ -249,6 +251,7 @@ class Loads:
 
     def take_plans(self) -> list[Load]:
         """The loads of the step that is scheduled now."""
+        self._is_first = True
         if not self._planned:
             return []
         self._at_once.end_step()
@@ -309,6 +312,19 @@ class Loads:
         """Answers of before do not count."""
         for request_id in list(self._lookups):
             self._drop(request_id)
+
+    def _has_its_turn(self, request: Request, computed: int) -> bool:
+        """Whether to ask for *request* now. vLLM goes on to the next in line while one waits for its
+        answer, so what all of them keep has a bound, behind the first.
+        """
+        blocks = self._missing_blocks(request, computed)
+        if blocks <= 0:
+            return True
+        is_first, self._is_first = self._is_first, False
+        return is_first or self._ahead.fits(blocks)
+
+    def _missing_blocks(self, request: Request, computed: int) -> int:
+        return self._taints.exact_blocks(request) - computed // self._math.tokens
 
     def _may_load(self, request: Request) -> bool:
         return request.request_id not in self._refused and not request.skip_reading_prefix_cache
