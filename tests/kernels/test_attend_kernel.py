@@ -12,7 +12,7 @@ from tests.kernels.layers import Layer, a_layer
 
 from kvstrata.blend import attend_triton
 from kvstrata.blend.attend_triton import PagedKV, Tile, attend
-from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.errors import ConfigError, InvariantViolated
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -143,3 +143,22 @@ def test_no_query_is_no_work_and_what_does_not_fit_is_refused(device: torch.devi
     for each in wrong:
         with pytest.raises(InvariantViolated):
             attend(*each, 1.0)
+
+
+@pytest.mark.parametrize("most_kib", [64, 99, 163, 227])
+@pytest.mark.parametrize(
+    ("element_bytes", "size"), [(2, 64), (2, 128), (2, 256), (4, 64), (4, 128), (4, 256)]
+)
+def test_tiles_fit_into_what_a_multiprocessor_has(
+    most_kib: int, element_bytes: int, size: int
+) -> None:
+    row_bytes, query_bytes = 2 * size * element_bytes, size * element_bytes
+    tile = attend_triton._tile(row_bytes, query_bytes, most_kib << 10)
+    assert tile.shared_bytes(row_bytes, query_bytes) <= most_kib << 10
+
+
+def test_rows_that_no_tile_holds_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="take 4096 bytes, and a multiprocessor of this GPU has 65536"
+    ):
+        attend_triton._tile(4096, 2048, 64 << 10)

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from kvstrata.blend.readable import check_readable
-from kvstrata.core.errors import InvariantViolated
+from kvstrata.core.errors import ConfigError, InvariantViolated
 
 __all__ = ["PagedKV", "attend"]
 
@@ -36,8 +36,14 @@ class Tile(NamedTuple):
 
 _OTHER_BYTES: Final = 16 << 10
 # The first that fits: of what was tried on an H200, what is fast for all of a prompt and for parts.
-_TILES: Final = (Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
-_LEAST_TILE: Final = Tile(32, 32, 4, 1)
+_TILES: Final = (
+    Tile(128, 128, 8, 2),
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 2),
+    Tile(64, 32, 4, 2),
+    Tile(32, 32, 4, 1),
+    Tile(16, 16, 4, 1),
+)
 _LEAST: Final = 16  # of each side that the matrix units take
 _FACTORS: Final = {
     torch.float32: tl.float32,
@@ -205,7 +211,8 @@ def attend(
         window: How many tokens a query attends to, its own included; None for all before it.
 
     Raises:
-        ConfigError: This GPU has no instructions for the elements of the cache.
+        ConfigError: This GPU has no instructions for the elements of the cache, or too little memory
+            for a few of them.
     """
     _check(queries, positions, kv)
     count, heads, key_size = queries.shape
@@ -261,8 +268,13 @@ def _tile(row_bytes: int, query_bytes: int, most_bytes: int) -> Tile:
 
     *row_bytes*: of a key and its value, as they are multiplied.
     """
-    fitting = (tile for tile in _TILES if tile.shared_bytes(row_bytes, query_bytes) <= most_bytes)
-    return next(fitting, _LEAST_TILE)
+    for tile in _TILES:
+        if tile.shared_bytes(row_bytes, query_bytes) <= most_bytes:
+            return tile
+    raise ConfigError(
+        f"a key and its value take {row_bytes} bytes, and a multiprocessor of this GPU has {most_bytes}",
+        hint="set blend_attention to runs, or serve the model in a type of fewer bits",
+    )
 
 
 @lru_cache

@@ -97,12 +97,16 @@ def report(load_bytes: int, measured: Sequence[Measured], ways: Ways) -> str:
     """One sentence; *load_bytes* as ``choose`` gives it."""
     parts = []
     for is_load, what, limit in ((True, "loads", load_bytes), (False, "saves", 0)):
-        own = [m for m in measured if m.is_load is is_load]
-        best = max((m.bytes_per_second for m in own), default=0.0)
-        name = ways.dma.name
-        way = f"kernel up to {limit} bytes, then {name}" if limit else name
-        parts.append(f"{what} by {way} ({best / 2**30:.1f} GiB/s)")
+        dma = f"{ways.dma.name} ({_best(measured, is_load, by_kernel=False)})"
+        kernel = f"kernel ({_best(measured, is_load, by_kernel=True)}) up to {limit} bytes, then "
+        parts.append(f"{what} by {kernel if limit else ''}{dma}")
     return "; ".join([", ".join(parts), *ways.notes])
+
+
+def _best(measured: Sequence[Measured], is_load: bool, *, by_kernel: bool) -> str:
+    own = [m for m in measured if (m.is_load, m.by_kernel) == (is_load, by_kernel)]
+    best = max((m.bytes_per_second for m in own), default=0.0)
+    return f"{best / 2**30:.1f} GiB/s"
 
 
 def measure_here(pieces: Sequence[int]) -> dict[str, Any]:
