@@ -122,7 +122,7 @@ def test_blocks_that_vllm_has_back_are_on_their_way_to_the_server(
 
     def has_them_back() -> bool:
         engine.step()
-        return engine.pool.get_num_free_blocks() == engine.all_free
+        return bool(engine.pool.get_num_free_blocks() == engine.all_free)
 
     eventually(has_them_back, "the save does not end")
     eventually(lambda: not bench.manager.stats().running_puts, "the server has not heard of it")
