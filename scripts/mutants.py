@@ -122,8 +122,14 @@ MUTANTS = (
     Mutant(
         "lease: requests in line have all of host memory",
         "loads.py",
-        "if self._ahead.fits(blocks):",
+        "if self._ahead.fits(self._missing_blocks(request, computed)):",
         "if True:",
+    ),
+    Mutant(
+        "lease: all whose turn has come have all of host memory",
+        "loads.py",
+        "return is_first or self._ahead.fits(blocks)",
+        "return True",
     ),
     Mutant(
         "failure: of a load is not reported",
