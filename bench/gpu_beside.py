@@ -18,7 +18,6 @@ from bench.gpu import GEOMETRIES, Action, Bed, Company, Geometry, copies, synchr
 from bench.gpu_rows import Row
 
 from kvstrata.core.errors import InvariantViolated
-from kvstrata.core.interpreter import hand_over_sooner
 
 __all__ = ["busy_rows", "busy_thread", "rows", "slowdown"]
 
@@ -127,9 +126,8 @@ def busy_thread() -> Iterator[Company]:
     """A thread that runs Python while copies are made, and leaves the interpreter to no other.
 
     An engine's thread does so between its calls of the driver. The interpreter is handed over as
-    soon as a worker makes it.
+    soon as a worker on a GPU makes it.
     """
-    hand_over_sooner()
     works, over = threading.Event(), threading.Event()
 
     def run() -> None:

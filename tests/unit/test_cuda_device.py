@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvstrata.core.interpreter import SWITCH_SECONDS
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer import cuda_device, cuda_driver, cuda_measure, measure
 from kvstrata.transfer.cuda_device import open_device
@@ -236,6 +238,16 @@ def test_the_kernel_loads_small_pages_once_it_reaches_them(
     assert "single" not in gpu.log
     bed.device.let_go()
     assert gpu.registered == {}
+
+
+def test_threads_hand_the_interpreter_over_sooner(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(sys, "getswitchinterval", lambda: 0.005)
+    monkeypatch.setattr(sys, "setswitchinterval", asked.append)
+    Bed()
+    assert asked == [SWITCH_SECONDS]
 
 
 def test_without_a_gain_the_copy_engines_do_it(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:

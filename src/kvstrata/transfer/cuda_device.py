@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from kvstrata.core.interpreter import hand_over_sooner
 from kvstrata.transfer.cuda_driver import CudaDriver, register, unregister
 from kvstrata.transfer.cuda_measure import measure, report
 from kvstrata.transfer.cuda_place import numa_node
@@ -25,8 +26,10 @@ def open_device(pages: Sequence[Sequence[Any]]) -> StreamedDevice:
     """*pages* as in ``kvstrata.transfer.devices.open_device``.
 
     Measures how this GPU copies, which takes less than a second once the kernel is compiled, and
-    says what it has chosen. Raises ``DeviceFault`` if nothing can be copied at all.
+    says what it has chosen. From then on all threads of the process hand the interpreter over
+    sooner. Raises ``DeviceFault`` if nothing can be copied at all.
     """
+    hand_over_sooner()
     device = pages[0][0].device
     driver = CudaDriver(device)
     driver.enter()

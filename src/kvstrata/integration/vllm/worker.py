@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, ServerUnavailable
-from kvstrata.core.interpreter import hand_over_sooner
 from kvstrata.integration.vllm.blend.slots import SlotPages
 from kvstrata.integration.vllm.geometry import (
     DeviceGeometry,
@@ -118,7 +117,6 @@ class WorkerHalf:
         """Take the engine's paged tensors; ``ConfigError`` if they are not as planned."""
         pages = pages_from_tensors(kv_caches, self.geometry, self._kv_cache_config)
         self._device = open_device(pages)
-        hand_over_sooner()  # vLLM's threads
         self._lanes = Lanes[Copied](threads=self._device.copy_threads)
 
     def begin_step(self, plan: StepPlan) -> None:
