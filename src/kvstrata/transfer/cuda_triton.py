@@ -1,7 +1,7 @@
 """Copies by a kernel: programs that move pages between pinned host memory and a GPU's own.
 
-A copy engine takes about a microsecond to begin a page; programs on a few multiprocessors begin
-many at once. So small pages may come faster this way, at the price of those multiprocessors.
+CUDA's driver copies pages of less than 64 KiB to a GPU by way of the processor, one after the other.
+Programs on a few multiprocessors read many at once, at the price of those multiprocessors.
 """
 
 from typing import Final

@@ -186,9 +186,8 @@ class SchedulerHalf:
         saved = self._saves.ended(report.saved, report.save_failed)
         if self._events is not None:
             self._events.expect(saved)
-        if (
-            not self._requests
-        ):  # no step need follow, and whoever asks another engine next shall find it
+        if not self._requests:
+            # No step need follow but to tell, and another engine may be asked for this next.
             self._link.poll(0.0)
 
     def not_loaded(self, device_blocks: set[int]) -> None:
