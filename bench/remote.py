@@ -274,8 +274,9 @@ class Row(NamedTuple):
     proved: Cost | None
     store: Cost
     rate: float  # the store's bytes a second by the raw path's
+    rate_proved: float  # and by those of the raw path with a checksum
     cpu: float  # the same of CPU seconds
-    cpu_proved: float  # and by those of the raw path with a checksum
+    cpu_proved: float
 
     @property
     def title(self) -> str:
@@ -296,13 +297,16 @@ def _row(cell: tuple[str, int, str, int], turns: Sequence[Turn]) -> Row:
     proved = [turn.proved for turn in turns if turn.proved is not None]
     stores = [turn.store for turn in turns]
     if not raws:
-        return Row(*cell, None, None, _median(stores), 1.0, 1.0, 1.0)
+        return Row(*cell, None, None, _median(stores), 1.0, 1.0, 1.0, 1.0)
     return Row(
         *cell,
         _median(raws),
         _median(proved),
         _median(stores),
-        1 / _ratio([cost.seconds for cost in stores], [cost.seconds for cost in raws]),
+        *(
+            1 / _ratio([cost.seconds for cost in stores], [cost.seconds for cost in others])
+            for others in (raws, proved)
+        ),
         *(
             _ratio([cost.cpu_seconds for cost in stores], [cost.cpu_seconds for cost in others])
             for others in (raws, proved)
@@ -331,19 +335,20 @@ def markdown(turns: Sequence[Turn]) -> str:
 
 
 def _moved(found: Sequence[Row]) -> str:
-    rates = "raw, GB/s | KVStrata | ratio"
+    rates = "raw, GB/s | with checksum | KVStrata | ratio to raw | ratio to both"
     cpu = "raw, CPU s/GB | with checksum | KVStrata | ratio to raw | ratio to both"
     lines = [
         f"| engine | blocks | | threads | {rates} | {cpu} |",
-        "|---|---|---|" + 9 * "---:|",
+        "|---|---|---|" + 11 * "---:|",
     ]
     for row in found:
         if row.raw is None or row.proved is None:
             continue
         lines.append(
             f"| {row.engine} | {_size(row.block_bytes)} | {row.operation} "
-            f"| {row.threads} | {1 / row.raw.seconds:.2f} | {1 / row.store.seconds:.2f} "
-            f"| {row.rate:.2f} | {row.raw.cpu_seconds:.3f} | {row.proved.cpu_seconds:.3f} "
+            f"| {row.threads} | {1 / row.raw.seconds:.2f} | {1 / row.proved.seconds:.2f} "
+            f"| {1 / row.store.seconds:.2f} | {row.rate:.2f} | {row.rate_proved:.2f} "
+            f"| {row.raw.cpu_seconds:.3f} | {row.proved.cpu_seconds:.3f} "
             f"| {row.store.cpu_seconds:.3f} | {row.cpu:.2f} | {row.cpu_proved:.2f} |"
         )
     return "\n".join(lines)

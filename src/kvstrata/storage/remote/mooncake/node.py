@@ -14,7 +14,7 @@ __all__ = ["MasterAddress", "MooncakeNode", "orders_of", "stalled_seconds"]
 
 _DEFAULT_PORT: Final = 50051  # mooncake_master's own
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_SLICE_BYTES: Final = 1 << 20
+_SLICE_BYTES: Final = 256 << 10  # of one connection: a block goes over several at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

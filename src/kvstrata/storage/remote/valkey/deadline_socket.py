@@ -17,6 +17,7 @@ Seen = Callable[[memoryview], object]
 _TIMEVAL: Final = struct.Struct("@ll")
 _IOVECS: Final = 900  # of one sendmsg; Linux takes 1024
 _PIECE_BYTES: Final = 256 << 10  # what a core's own cache holds beside where it comes from
+_LOCAL_PIECE_BYTES: Final = 512 << 10  # more than the kernel holds for one who reads a unix socket
 _LATEST_BYTES: Final = 2 << 20  # to be woken for; by default Linux has room for 3 MiB
 _SLACK_SECONDS: Final = 0.05  # by how much a call may outlast the deadline
 _STEP_SECONDS: Final = 0.01  # timeouts are whole multiples, so that most calls can have the same
@@ -78,16 +79,19 @@ class DeadlineSocket:
     def receive_all(self, buffer: memoryview, seen: Seen) -> None:
         """Fill *buffer*; *seen* gets what has come, piece by piece, while it is in the cache.
 
-        A peer on this machine goes on writing while a piece is looked at, so it is taken as it
-        comes. Over TCP it is the fewer calls and wakeings that count: the first comes when half
+        A peer on this machine goes on writing while a piece is looked at, so all that there is
+        is taken as it comes. Over TCP it is the fewer calls and wakeings that count: the first comes when half
         of a long value is there, and the rest comes while that is taken.
         """
-        receive, flags = self._socket.recv_into, socket.MSG_WAITALL if self._is_tcp else 0
+        receive = self._socket.recv_into
+        flags, step = (
+            (socket.MSG_WAITALL, _PIECE_BYTES) if self._is_tcp else (0, _LOCAL_PIECE_BYTES)
+        )
         start, end = 0, buffer.nbytes
         late = min(end // 2, _LATEST_BYTES)
         try:
             while start < end:
-                stop = start + _PIECE_BYTES
+                stop = start + step
                 self._arm(socket.SO_RCVTIMEO)
                 if self._is_tcp:
                     self._wake_for(late if end - stop >= late > _PIECE_BYTES else 1)
