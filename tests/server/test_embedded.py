@@ -48,12 +48,24 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @contextlib.contextmanager
 def child(config: Config, path: Path, *, shares_session: bool = False) -> Iterator[EmbeddedServer]:
     server = EmbeddedServer(config, path, block_bytes=BLOCK_BYTES, shares_session=shares_session)
-    try:
+    with closed(server):
         yield server
+
+
+@contextlib.contextmanager
+def closed(server: EmbeddedServer) -> Iterator[None]:
+    """At the end of the context, and it has ended."""
+    try:
+        yield
     finally:
         server.close()
-        pid = server.pid
+        pid = pid_of(server)
         eventually(lambda: not Path(f"/proc/{pid}").exists(), "the child outlives its lifeline")
+
+
+def pid_of(server: EmbeddedServer) -> int:
+    assert server.pid is not None
+    return server.pid
 
 
 def save_through(path: Path, count: int) -> None:
@@ -114,9 +126,9 @@ def test_child_ends_when_its_parent_is_killed(tmp_path: Path, path: Path) -> Non
 @pytest.mark.parametrize("shares_session", [False, True])
 def test_child_does_not_hear_the_terminals_interrupt(path: Path, shares_session: bool) -> None:
     with child(config(4), path, shares_session=shares_session) as server:
-        os.kill(server.pid, signal.SIGINT)
+        os.kill(pid_of(server), signal.SIGINT)
         observe(path).close()
-        assert os.getpgid(server.pid) != os.getpgid(0)
+        assert os.getpgid(pid_of(server)) != os.getpgid(0)
 
 
 @pytest.mark.parametrize("shares_session", [False, True])
@@ -124,19 +136,19 @@ def test_child_is_scheduled_with_an_engine_whose_workers_spin(
     path: Path, shares_session: bool
 ) -> None:
     with child(config(4), path, shares_session=shares_session) as server:
-        assert (os.getsid(server.pid) == os.getsid(0)) is shares_session
+        assert (os.getsid(pid_of(server)) == os.getsid(0)) is shares_session
 
 
 def test_child_logs_to_a_terminal_that_stops_what_writes_from_behind(path: Path) -> None:
     with child(config(4), path) as server:
-        os.kill(server.pid, signal.SIGTTOU)
+        os.kill(pid_of(server), signal.SIGTTOU)
         observe(path).close()
 
 
 def test_child_ends_in_order_on_sigterm(path: Path) -> None:
     with child(config(4), path) as server:
-        os.kill(server.pid, signal.SIGTERM)
-        eventually(lambda: not is_alive(server.pid), "the child goes on")
+        os.kill(pid_of(server), signal.SIGTERM)
+        eventually(lambda: not is_alive(pid_of(server)), "the child goes on")
         assert not path.exists()
 
 
@@ -163,19 +175,41 @@ def test_socket_in_use_reaches_the_parent(path: Path) -> None:
         observe(path).close()
 
 
-def test_child_that_takes_too_long_is_given_up(path: Path) -> None:
-    with pytest.raises(ServerUnavailable, match=r"not ready within 0\.001 s"):
-        EmbeddedServer(config(4, start_timeout_seconds=0.001), path, block_bytes=BLOCK_BYTES)
+def test_child_that_takes_long_is_not_waited_for_and_serves_later(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with child(config(4, start_timeout_seconds=0.001), path) as server:
+        assert "not ready within 0.001 s" in caplog.text
+        assert server.pid is None
+        eventually(lambda: revived(server, path), "it never serves")
+        server.revive()
+        save_through(path, 4)
+
+
+def test_child_that_is_closed_before_it_serves_leaves_nothing(path: Path) -> None:
+    EmbeddedServer(config(4, start_timeout_seconds=0.001), path, block_bytes=BLOCK_BYTES).close()
     eventually(lambda: not list(path.parent.iterdir()), "its socket stays")
+
+
+def test_child_that_dies_at_its_start_is_started_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", _python_that("raise SystemExit"))
+        server = EmbeddedServer(config(4, reconnect_seconds=0.001), path, block_bytes=BLOCK_BYTES)
+    assert "died at its start" in caplog.text
+    with closed(server):
+        eventually(lambda: revived(server, path), "it is not started again")
+        server.revive()
 
 
 def test_killed_child_is_revived_and_finds_the_socket_of_the_dead_one_replaced(
     path: Path,
 ) -> None:
     with child(config(4, reconnect_seconds=0.01), path) as server:
-        first = server.pid
+        first = pid_of(server)
         server.revive()
-        assert server.pid == first
+        assert pid_of(server) == first
         os.kill(first, signal.SIGKILL)
         eventually(lambda: not is_alive(first), "it does not die")
         assert path.exists()
@@ -190,22 +224,22 @@ def test_killed_child_is_revived_and_finds_the_socket_of_the_dead_one_replaced(
 
         eventually(answers, "it is not revived")
         server.revive()
-        assert server.pid != first
+        assert pid_of(server) != first
 
 
 def test_child_that_dies_at_once_is_not_revived_more_often_than_configured(path: Path) -> None:
     with child(config(4, reconnect_seconds=1000), path) as server:
-        first = server.pid
+        first = pid_of(server)
         os.kill(first, signal.SIGKILL)
         eventually(lambda: not is_alive(first), "it does not die")
         server.revive()
-        assert server.pid == first
+        assert pid_of(server) == first
         path.unlink()
 
 
 def kill(server: EmbeddedServer) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    eventually(lambda: not is_alive(server.pid), "it does not die")
+    os.kill(pid_of(server), signal.SIGKILL)
+    eventually(lambda: not is_alive(pid_of(server)), "it does not die")
 
 
 def revived(server: EmbeddedServer, path: Path) -> bool:
@@ -255,14 +289,18 @@ def test_child_that_cannot_be_launched_is_tried_again(
         server.revive()
 
 
-def test_child_that_says_something_else_is_an_error_of_ours(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_child_says_that_is_no_server_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(subprocess, "Popen", _python_that("print('hello')"))
+    EmbeddedServer(config(4), path, block_bytes=BLOCK_BYTES).close()
+    assert "hello" in caplog.text
+
+
+def _python_that(code: str) -> Any:
     real = subprocess.Popen
 
-    def chatty(_: list[str], **options: Any) -> Any:
-        return real([sys.executable, "-c", "print('hello')"], **options)
+    def launch(_: list[str], **options: Any) -> Any:
+        return real([sys.executable, "-c", code], **options)
 
-    monkeypatch.setattr(subprocess, "Popen", chatty)
-    with pytest.raises(ServerUnavailable, match="hello"):
-        EmbeddedServer(config(4), path, block_bytes=BLOCK_BYTES)
+    return launch

@@ -201,7 +201,7 @@ def test_a_hook_is_refused_where_layers_are_copied_before_it_may_fail(tmp_path: 
     check_refused(DirectConnector, settings, "load_mode is 'layerwise'", tmp_path)
 
     class WithItsOwn(DirectConnector):
-        def _hook_class(self, config: Config) -> type[AttentionHook]:
+        def hook_class(self, config: Config) -> type[AttentionHook]:
             return load_hook(f"{HOOKS}:SilentHead")
 
     settings = {"load_mode": "layerwise"}

@@ -240,7 +240,10 @@ class Config(BlendFields):
     )
     start_timeout_seconds: Seconds = Field(
         default=20.0,
-        description="Seconds that the embedded server has to start.",
+        description=(
+            "Seconds for which an engine waits at its start for its embedded server. Then it goes on "
+            "without a cache, and uses the server once it serves."
+        ),
         examples=["20"],
     )
     reconnect_seconds: Seconds = Field(

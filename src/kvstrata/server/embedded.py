@@ -42,28 +42,30 @@ class EmbeddedServer:
     ) -> None:
         """Start the server and wait until it serves, ``start_timeout_seconds`` at most.
 
+        One that needs longer goes on starting: nobody waits for it any more. One that dies instead
+        is started again by ``revive``.
+
         Linux may schedule by session. With *shares_session* it is that of this process, which an
         engine needs whose workers spin: they leave nothing to another one. Otherwise it has its own.
 
-        Raises the server's own ``ConfigError`` if it cannot serve with this configuration, and
-        ``ServerUnavailable`` if it does not get ready in time.
+        Raises the server's own ``ConfigError`` if it says in time that it cannot serve with this
+        configuration.
         """
         remove_dead_sockets()
         self._orders = ChildOrders(config_to_json(config), str(path), block_bytes, block_format)
         self._retry_seconds = config.reconnect_seconds
         self._shares_session = shares_session
+        self.pid: int | None = None  # of the latest server that has told it
         self._launch()
         try:
             ready = self._wait_ready(config.start_timeout_seconds)
-        except ServerUnavailable:
-            self._launcher.kill()  # if it is that slow it has not become a server yet
-            self._launcher.wait()
-            self.close()
-            raise
+        except ServerUnavailable as e:
+            _log.warning("%s", e)
+            return
         if ready.error:
             self.close()
             raise refusal(Refused(0, ready.error, ready.message, ready.hint))
-        self.pid = ready.pid  # of the latest server that has told it
+        self.pid = ready.pid
 
     def revive(self) -> None:
         """Start the server again if it has died; does not wait for it, costs little if it lives."""
@@ -83,8 +85,11 @@ class EmbeddedServer:
     def close(self) -> None:
         """Cut the lifeline. The server ends by itself once all is on disk."""
         _close_pipes(self._launcher)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._launcher.wait(_LAUNCH_SECONDS)
+        except subprocess.TimeoutExpired:  # if it is that slow it has not become a server yet
+            self._launcher.kill()
+            self._launcher.wait()
 
     def _launch(self) -> None:
         self._started_at = time.monotonic()
@@ -109,14 +114,18 @@ class EmbeddedServer:
         return sum(event for _, event in self._poller.poll(0))
 
     def _wait_ready(self, timeout_seconds: float) -> ChildReady:
-        if self._poller.poll(timeout_seconds * 1000) and self._events() != select.POLLHUP:
-            ready = self._read_ready()
-            self._launcher.wait()  # it had ended before the server began to open its tiers
-            return ready
-        raise ServerUnavailable(
-            f"the embedded cache server was not ready within {timeout_seconds} s",
-            hint="see its messages above; raise `start_timeout_seconds` if it needs longer",
-        )
+        if not self._poller.poll(timeout_seconds * 1000):
+            raise ServerUnavailable(
+                f"the embedded cache server was not ready within {timeout_seconds} s",
+                hint="see its messages above; raise `start_timeout_seconds` if it needs longer",
+            )
+        if self._events() == select.POLLHUP:
+            raise ServerUnavailable(
+                "the embedded cache server died at its start", hint="see its messages above"
+            )
+        ready = self._read_ready()
+        self._launcher.wait()  # it had ended before the server began to open its tiers
+        return ready
 
     def _read_ready(self) -> ChildReady:
         assert self._launcher.stdout is not None
@@ -129,7 +138,7 @@ class EmbeddedServer:
     def _take_ready(self, ready: ChildReady) -> None:
         self.pid = ready.pid
         if ready.error:
-            _log.warning("the cache server cannot start again: %s", ready.message)
+            _log.warning("the cache server cannot start: %s", ready.message)
 
 
 def _close_pipes(launcher: subprocess.Popen[bytes]) -> None:

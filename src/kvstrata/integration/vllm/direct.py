@@ -50,7 +50,7 @@ class DirectConnector(KVStrataConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def _set_up_hook(self, config: Config, vllm_config: VllmConfig) -> str | None:
-        kind = self._hook_class(config)
+        kind = self.hook_class(config)
         if kind is None:
             return None
         check_attention()
@@ -64,7 +64,7 @@ class DirectConnector(KVStrataConnector):
         self._hook = kind()
         return kind.alters
 
-    def _hook_class(self, config: Config) -> type[AttentionHook] | None:
+    def hook_class(self, config: Config) -> type[AttentionHook] | None:
         """The hook's class. A connector that has a hook of its own overrides this."""
         return None if config.attention_hook is None else load_hook(config.attention_hook)
 
