@@ -28,6 +28,7 @@ class Ends:
 
     def __init__(self, engine: Engine, *, whole: bool) -> None:
         self.begun: list[BlendRequestMeta] = []
+        self.budgets: list[tuple[int, int]] = []  # to move and to run, of steps that begin some
         self.counts: Counter[str] = Counter()
         self._engine, self._whole = engine, whole
         self._ended: list[BlendRequestMeta] = []
@@ -41,7 +42,11 @@ class Ends:
             setattr(owner, name, lambda *args, i=inner, a=around: a(i(*args), *args))
 
     def _start_load(self, _: None, plan: StepPlan) -> None:
-        for request in plan.blend.requests if plan.blend is not None else ():
+        if plan.blend is None:
+            return
+        if plan.blend.requests:
+            self.budgets.append((plan.blend.most_moved, plan.blend.most_run))
+        for request in plan.blend.requests:
             self._ended.append(request)
             blocks, tokens = request.device_blocks.tolist(), request.tokens.tolist()
             self._engine.runner.fill(blocks, tokens[: request.plan.end])
@@ -104,6 +109,27 @@ def test_tokens_that_were_blended_in_vain_count_as_neither_reused_nor_spared(
     assert counts["kvstrata_blend_requests_total|" + ("blended" if whole else "failed")] == 1
     reused, spared = (counts[f"kvstrata_blend_tokens_total|{k}"] for k in ("reused", "spared"))
     assert (reused, spared > 0) == ((KNOWN - 1, True) if whole else (0, False))
+
+
+def test_a_step_that_other_prompts_fill_leaves_blending_a_quarter_of_its_tokens(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bench.engine(connector=BlendConnector, **SETTINGS)
+    ends = Ends(engine, whole=True)
+    text = prompt(1, KNOWN)
+    engine.serve("known", text, 2)
+    bench.hears()
+    engine.forget_device()
+    link = engine.half._link
+    poll = link.poll
+    monkeypatch.setattr(link, "poll", lambda seconds: poll(max(seconds, ANSWER_SECONDS)))
+    half: Any = engine.half
+    step_tokens = half._step_tokens
+    engine.add("asked", [7, *text, 7], 12, {"blend": {"ratio": 0}})
+    engine.add("long", prompt(2, 4 * step_tokens), 1)
+    engine.run()
+    assert ends.budgets == [(step_tokens, step_tokens // 4)]
+    assert not any(engine.leftovers().values())
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -90,7 +90,9 @@ class BlendConnector(KVStrataConnector):
             for request in plan.blend.requests:
                 self._blending.begin(request, plan.server_id)
             mapping = self._copies.half.mapping
-            self._ended += self._blending.advance(mapping, plan.blend.budget_tokens)
+            self._ended += self._blending.advance(
+                mapping, plan.blend.most_moved, plan.blend.most_run
+            )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)

@@ -35,7 +35,8 @@ class BlendRequestMeta:
 
 @dataclass(slots=True)
 class BlendConnectorMeta(KVConnectorMetadata):
-    """The requests to begin in a step, and how many tokens may be computed for all in it."""
+    """The requests to begin in a step, and how many tokens may be moved and run for all in it."""
 
     requests: list[BlendRequestMeta] = field(default_factory=list)
-    budget_tokens: int = 0
+    most_moved: int = 0
+    most_run: int = 0

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -35,6 +36,8 @@ from kvstrata.observe import metrics
 from kvstrata.server import protocol as p
 
 _log = logging.getLogger(__name__)
+
+_OWN_SHARE: Final = 4  # where other prompts fill a step, blending runs this part of it besides
 
 
 @dataclass(slots=True, eq=False)
@@ -250,8 +253,9 @@ class BlendScheduler(SchedulerHalf):
         step = super().plan(output)
         requests, self._planned = self._planned, []
         if requests or self._running:
-            budget = max(1, self._step_tokens - output.total_num_scheduled_tokens)
-            step.blend = BlendConnectorMeta(requests, budget)
+            left = self._step_tokens - output.total_num_scheduled_tokens
+            most_run = max(1, self._step_tokens // _OWN_SHARE, left)
+            step.blend = BlendConnectorMeta(requests, self._step_tokens, most_run)
         return step
 
     def worker_report(self, report: WorkerReport) -> None:

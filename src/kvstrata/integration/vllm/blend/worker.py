@@ -133,16 +133,15 @@ class BlendWorker:
                 return True
         return False
 
-    def advance(self, mapping: HostMapping | None, budget_tokens: int) -> list[Ended]:
-        """Move up to *budget_tokens* tokens, and run as many; what has ended by that."""
+    def advance(self, mapping: HostMapping | None, to_move: int, to_run: int) -> list[Ended]:
+        """Move up to *to_move* tokens, and run up to *to_run*; what has ended by that."""
         self._agree()
-        to_move = budget_tokens
         for job in self._jobs:
             if job.can_begin:
                 to_move -= self._begin_stage(job, mapping, to_move)
         self._agree()
-        while budget_tokens > 0 and (batch := self._batch(budget_tokens)):
-            budget_tokens -= self._run(batch, budget_tokens)
+        while to_run > 0 and (batch := self._batch(to_run)):
+            to_run -= self._run(batch, to_run)
             self._agree()
         for job in self._jobs:
             job.awaits_step = False  # the next call comes in the next step
