@@ -1,6 +1,7 @@
 """The scheduler half before servers that are slow, or gone."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,37 @@ def test_silent_server_is_waited_for_until_the_timeout_and_no_longer(
     assert set(answers[:-1]) == {(None, False)}
     assert not engine.half._link.ready
     assert engine.serve("c", prompt(2, 60), 2) == 0
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_answer_is_waited_for_longer_where_the_step_would_run_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    engine = bench.engine(lookup_wait_seconds=0.2, lookup_timeout_seconds=PATIENCE_SECONDS)
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    if not is_alone:
+        engine.add("other", prompt(2, 8), 40)
+        engine.step()
+    real = KVManager.get_match
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.4)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(KVManager, "get_match", slow)
+    answers = []
+    match = engine.connector.get_num_new_matched_tokens
+
+    def spy(request: Request, computed: int) -> Any:
+        answers.append(match(request, computed))
+        return answers[-1]
+
+    engine.connector.get_num_new_matched_tokens = spy
+    engine.add("b", prompt(1, 60), 2)
+    engine.run()
+    assert (answers[0][0] is not None) is is_alone
+    assert answers[-1][0] == 56
 
 
 def test_server_that_answers_again_is_used_again(

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -122,6 +123,15 @@ class CacheLink:
             self._take_answers()
         except KVStrataError as e:
             self._drop(e)
+
+    def hear(self, is_enough: Callable[[], bool], until: float) -> None:
+        """Take in what has arrived, and what comes before *until* (monotonic) or it *is_enough*."""
+        self.poll(0.0)
+        while not is_enough() and self._client is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self.poll(left)
 
     def submit(self, request: p.Request) -> Pending | None:
         """Send *request* if there is a server, and it is not too long to be sent."""

@@ -126,15 +126,17 @@ class Loads:
         if self._ahead.fits(self._missing_blocks(request, computed)):
             self._ask(request, namespace, computed)
 
-    def match(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
+    def match(
+        self, request: Request, namespace: NamespaceId, computed: int, wait_seconds: float
+    ) -> int | None:
         """Tokens beyond *computed* that can be loaded; None to be asked again.
 
-        Waits ``lookup_wait_seconds`` for the answer, once a lookup. A request that awaits blocks
+        Waits *wait_seconds* for the answer, once a lookup. A request that awaits blocks
         which another engine is about to store (``Awaits``) asks until it has them all.
         """
         if not self._may_load(request):
             return 0
-        tokens = self._look(request, namespace, computed)
+        tokens = self._look(request, namespace, computed, wait_seconds)
         if tokens is None or not self._awaits.is_on(request):
             return tokens
         lookup = self._lookups.get(request.request_id)
@@ -148,7 +150,9 @@ class Loads:
             self._ask(request, namespace, computed)
         return None
 
-    def _look(self, request: Request, namespace: NamespaceId, computed: int) -> int | None:
+    def _look(
+        self, request: Request, namespace: NamespaceId, computed: int, wait_seconds: float
+    ) -> int | None:
         """What ``match`` answers for a request that awaits nothing."""
         if not self._link.ready:
             return 0
@@ -157,7 +161,8 @@ class Loads:
         lookup = self._fresh_lookup(request, namespace, computed)
         if lookup is None:
             return 0
-        self._wait(lookup)
+        pending = lookup.pending
+        self._link.hear(lambda: pending.reply is not None, pending.sent_at + wait_seconds)
         if lookup.connection != self._link.number:
             return 0
         if not self._settled(lookup):
@@ -362,14 +367,6 @@ class Loads:
                 pending, self._link.number, first, known, keys, is_second
             )
             self._ahead.take(pending, len(keys))
-
-    def _wait(self, lookup: _Lookup) -> None:
-        self._link.poll(0.0)
-        while lookup.pending.reply is None and lookup.connection == self._link.number:
-            left = self._config.lookup_wait_seconds - lookup.age_seconds
-            if left <= 0:
-                return
-            self._link.poll(left)
 
     def _settled(self, lookup: _Lookup) -> bool:
         """Whether there is an answer to act on: a full one, or the best that came in time."""

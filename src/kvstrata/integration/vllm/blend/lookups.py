@@ -45,7 +45,7 @@ class RunLookup:
     ) -> None:
         self._link = link
         self._runs = runs
-        self._sent_at = time.monotonic()
+        self.sent_at = time.monotonic()
         self.connection = link.number
         self._pending: list[Pending | None] = [
             link.submit(p.GetMatch(0, namespace, keys.tobytes(), request_id[-256:]))
@@ -54,12 +54,17 @@ class RunLookup:
 
     @property
     def age_seconds(self) -> float:
-        return time.monotonic() - self._sent_at
+        return time.monotonic() - self.sent_at
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the server has said something of every run."""
+        return all(each is None or each.reply is not None for each in self._pending)
 
     def is_settled(self, config: Config) -> bool:
         """Whether there is an answer for every run, or none is worth waiting for any more."""
         age = self.age_seconds
-        if any(each is not None and each.reply is None for each in self._pending):
+        if not self.is_answered:
             return age > config.lookup_timeout_seconds
         patience_seconds = 0.0
         for each in self._pending:

@@ -164,7 +164,8 @@ class BlendScheduler(SchedulerHalf):
         if lookup is None:
             return 0
         if candidate.plan is None:
-            self._link.poll(0.0)
+            until = lookup.sent_at + self._lookup_wait_seconds
+            self._link.hear(lambda: lookup.is_answered, until)
             if not lookup.is_settled(self._config):
                 return None
             self._settle(request, candidate, lookup)
