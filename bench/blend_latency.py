@@ -3,12 +3,13 @@
     python -m bench.blend_latency             # 9 rounds, 5 of the mix
     python -m bench.blend_latency --quick     # 3
 
-Two parts, with two engines that take turns, A B B A:
+Three parts, with two engines that take turns, A B B A:
 
 * ``documents``: prompts of 2050 tokens, of which 97.5 % are six documents that stood elsewhere before;
   half of the rest is the question.
 * ``mix``: prompts of several lengths of which several shares are known; the blending engine decides
   itself which of them are worth blending. None may take longer than a whole prefill.
+* ``queue``: the prompts of ``documents``, and right behind each of them others, which fill the steps.
 
 CPU time is of all processes of an engine and its server, from a prompt until nothing is left to do.
 """
@@ -51,6 +52,7 @@ PROMPT_TOKENS: Final = 2050
 SHARE: Final = 0.975
 MIX: Final = tuple(itertools.product((300, 1100, 2050, 4100), (0.0, 0.3, 0.6, 0.95)))
 DOCUMENTS: Final = 6
+QUEUE: Final = (400,) * 20  # tokens of the prompts behind one
 LEAST_SPEED: Final = 3.0
 MOST_SLOWDOWN: Final = 1.05
 
@@ -158,14 +160,17 @@ class Bench:
         self._members = members
         self._random = random.Random(seed)
 
-    def pair(self, tokens: int, share: float, number: int) -> Pair:
-        """Teach the blending engine documents of their own, then ask both."""
+    def pair(self, tokens: int, share: float, number: int, behind: Sequence[int] = ()) -> Pair:
+        """Teach the blending engine documents of their own, then ask both.
+
+        *behind*: the lengths of new prompts that are asked at the same time, after the one.
+        """
         size = int(tokens * share) // DOCUMENTS
         documents = [new_tokens(self._random, size) for _ in range(DOCUMENTS)] if size else []
         blend = self._members[BLEND]
         if documents:  # whole blocks of them are saved
-            before, behind = new_tokens(self._random, 17), new_tokens(self._random, 100)
-            blend.run(asked_at_once([before + document + behind for document in documents]))
+            before, after = new_tokens(self._random, 17), new_tokens(self._random, 100)
+            blend.run(asked_at_once([before + document + after for document in documents]))
             blend.settle()
             blend.reset()
         answers: dict[str, Answer] = {}
@@ -174,8 +179,9 @@ class Bench:
             member = self._members[name]
             member.run(asked_at_once([new_tokens(self._random, 8)]))  # an engine in use
             used = _cpu_seconds(member)
-            prompt = prompt_of(documents, tokens, self._random)
-            (answer,) = member.run(asked_at_once([prompt], blend=name == BLEND)).answers
+            prompts = [prompt_of(documents, tokens, self._random)]
+            prompts += [new_tokens(self._random, length) for length in behind]
+            answer = member.run(asked_at_once(prompts, blend=name == BLEND)).answers[0]
             if answer.failure:
                 raise EngineFailed(f"{name}: {answer.failure}")
             answers[name] = answer
@@ -197,8 +203,8 @@ def _cpu_seconds(member: Member) -> float:
     return sum(used.cpu_seconds for used in member.usage().values())
 
 
-def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair], float]:
-    """Pairs of both parts, and the share of a whole prefill that choosing takes."""
+def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair], list[Pair], float]:
+    """Pairs of the three parts, and the share of a whole prefill that choosing takes."""
     make_model = partial(
         random_model, layers=options.layers, hidden=options.hidden, dtype=options.dtype
     )
@@ -213,11 +219,14 @@ def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair], float]
             for shape in MIX
             for again in range(pairs_of(shape[0]))
         ]
+        queue = [bench.pair(PROMPT_TOKENS, SHARE, i, QUEUE) for i in range(options.rounds)]
         scoring = scoring_share(options.layers, model.engine_block_tokens)
-    return documents, mix, scoring
+    return documents, mix, queue, scoring
 
 
-def report(documents: Sequence[Pair], mix: Sequence[Pair], scoring: float) -> Iterable[str]:
+def report(
+    documents: Sequence[Pair], mix: Sequence[Pair], queue: Sequence[Pair], scoring: float
+) -> Iterable[str]:
     head = (
         "| tokens | known | whole prefill, ms | blending, ms | ratio | of CPU time | cached | pairs |",
         "|---" * 8 + "|",
@@ -238,6 +247,8 @@ def report(documents: Sequence[Pair], mix: Sequence[Pair], scoring: float) -> It
     if left:
         most = max(cell.cpu_ratio for cell in left)
         yield f"        where nothing was reused, at most {most:.2f} of its CPU time"
+    yield from ("", f"with {len(QUEUE)} prompts of {QUEUE[0]} tokens behind it:", *head)
+    yield from (cell.row() for cell in cells(queue))
 
 
 def main() -> int:
@@ -250,8 +261,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    documents, mix, scoring = measure(options)
-    print("\n".join(report(documents, mix, scoring)))
+    documents, mix, queue, scoring = measure(options)
+    print("\n".join(report(documents, mix, queue, scoring)))
     blended = all(pair.cached_tokens > 0 for pair in documents)
     if not blended:
         print("error: a prompt of known documents was not blended", file=sys.stderr)

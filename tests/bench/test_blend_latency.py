@@ -59,7 +59,9 @@ def test_the_report_says_which_bounds_are_met() -> None:
         Pair(1100, 0.3, 1.0, 1.0, 0, 1.0, 1.02),
         Pair(2050, 0.6, 1.0, 0.9, 2048, 1.0, 1.3),
     ]
-    lines = list(report(fast, slow, 0.028))
+    behind = [Pair(2050, 0.975, 1.0, 1.3, 2048, 5.0, 4.0)]
+    lines = list(report(fast, slow, behind, 0.028))
+    assert "| 2050 | 98% | 1000 | 1300 | 1.30 | 0.80 | 2048 | 1 |" in lines
     assert any(line.startswith("met     4.00 times") for line in lines)
     assert any("NOT met at most 1.20" in line for line in lines)
     assert any("choosing what to compute is planned to take 2.8 %" in line for line in lines)
