@@ -284,10 +284,11 @@ def main() -> int:
     options = parse(sys.argv[1:])
     samples = measure(options.repetitions, options.mib << 20)
     print(markdown(samples, options.mib << 20), end="\n\n")
-    print(*(failures(samples) or ["every ratio is at least its bound"]), sep="\n")
+    failed = failures(samples)
+    print(*(failed or ["every ratio is at least its bound"]), sep="\n")
     if options.json:
         options.json.write_text(to_json(options, samples) + "\n")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -411,7 +411,7 @@ def main() -> int:
     missed = failures(turns)
     print("\nreads: " + ("all bounds met" if not missed else "bounds NOT met:"))
     print("\n".join(missed))
-    return 0
+    return 1 if missed else 0
 
 
 def _names(keys: Sequence[StoreKey]) -> list[str]:

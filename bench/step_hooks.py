@@ -83,11 +83,14 @@ def markdown(measured: Sequence[Steps]) -> str:
     return "\n".join(lines)
 
 
+def is_met(steps: Steps) -> bool:
+    return percentile(steps.idle_hooks, 50) < BOUND_MICROSECONDS
+
+
 def verdict(steps: Steps) -> str:
     p50 = percentile(steps.idle_hooks, 50)
-    word = "met    " if p50 < BOUND_MICROSECONDS else "NOT met"
     return (
-        f"{word} {steps.requests} requests: a step's hooks with nothing to do: {p50:.1f} µs p50, "
+        f"{'met    ' if is_met(steps) else 'NOT met'} {steps.requests} requests: a step's hooks with nothing to do: {p50:.1f} µs p50, "
         f"limit {BOUND_MICROSECONDS:g} µs"
     )
 
@@ -245,7 +248,7 @@ def main() -> int:
     print(*map(verdict, measured), sep="\n")
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(s) for s in measured]) + "\n")
-    return 0
+    return 0 if all(map(is_met, measured)) else 1
 
 
 if __name__ == "__main__":

@@ -61,3 +61,12 @@ def test_figures_are_printed_and_written(
     assert "1.000" in printed
     assert "missed" not in printed
     assert json.loads(out.read_text("utf-8")) == json.loads(to_json(*found))
+
+
+def test_the_program_fails_where_a_bound_is_missed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Reuse(1.0, 1.1), [row("workload", 2.01)]
+    monkeypatch.setattr("bench.blend_match.run", lambda windows, rounds: found)
+    assert main(["--quick"]) == 1
+    assert "missed: the workload takes 2.01 ms" in capsys.readouterr().out
