@@ -4,7 +4,9 @@
     python examples/rag.py MODEL guide.txt faq.txt manual.txt --question "How is it installed?"
 
 Needs nothing but Python. A document is tokenized by itself, so that its tokens are the same wherever
-it stands: reuse finds equal tokens, not equal text. `--random 6` makes up six documents instead, of
+it stands: reuse finds equal tokens, not equal text. What vLLM calls cached are all tokens up to the
+end of what is blended, those computed anew, too: `kvstrata_blend_tokens_total` in its metrics says how
+many were reused. `--random 6` makes up six documents instead, of
 token ids, for a model without a tokenizer.
 """
 
@@ -22,6 +24,7 @@ class Answer(NamedTuple):
     seconds: float
     cached_tokens: int | None  # None: the server does not tell
     prompt_tokens: int
+    approximate_from: int | None  # the token from which on it has blended KV
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +50,8 @@ def ask(url: str, model: str, prompt: list[int], *, blend: bool) -> Answer:
     usage = reply["usage"]
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     seconds = time.perf_counter() - started
-    return Answer(reply["choices"][0]["text"], seconds, cached, usage["prompt_tokens"])
+    taint = (reply.get("kv_transfer_params") or {}).get("taint_from")
+    return Answer(reply["choices"][0]["text"], seconds, cached, usage["prompt_tokens"], taint)
 
 
 def tokenized(url: str, model: str, text: str) -> list[int]:
@@ -78,9 +82,11 @@ def main() -> None:
         prompt = [token for document in order for token in document] + question
         answer = ask(options.url, options.model, prompt, blend=blend)
         cached = "?" if answer.cached_tokens is None else answer.cached_tokens
+        first = answer.approximate_from
+        approximate = "" if first is None else f", approximate from token {first} on"
         print(
             f"{what:34} {answer.seconds:6.2f} s, {cached} of {answer.prompt_tokens} "
-            f"tokens reused  {answer.text!r}"
+            f"tokens cached{approximate}  {answer.text!r}"
         )
         return answer.cached_tokens is not None
 
@@ -91,7 +97,7 @@ def main() -> None:
         told("the same again, computed exactly", turned, blend=False),
     ]
     if not any(tells):
-        print("The server tells no reuse: start it with --enable-prompt-tokens-details")
+        print("The server does not tell: start it with --enable-prompt-tokens-details")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from examples import rag
 
 @pytest.mark.parametrize(
     ("details", "shown"),
-    [({"cached_tokens": 0}, "0 of 830 tokens reused"), (None, "? of 830 tokens reused")],
+    [({"cached_tokens": 0}, "0 of 830 tokens cached"), (None, "? of 830 tokens cached")],
 )
 def test_a_server_that_does_not_tell_what_it_reused_is_not_taken_for_one_that_reused_nothing(
     details: dict[str, int] | None,

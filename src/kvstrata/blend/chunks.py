@@ -49,6 +49,8 @@ class Chunk:
 class ChunkAnalyzer:
     """Says of the chunks of a prompt whether all, some or none of their tokens are known.
 
+    For those who look into prompts (docs/extending.md): ``BlendConnector`` works with the runs.
+
     ``min_match_ratio`` is accepted because UCM's users set it, and changes nothing. There, a chunk
     of which at least that share is like a known one counts as a match. But KV belongs to its token:
     that of a similar chunk is wrong for every token in which it differs. Here the tokens that are
