@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.blend import wishes
 from kvstrata.integration.vllm.blend.wishes import can_be_reused, wish_of
 from kvstrata.integration.vllm.blocks import BlockMath, GroupMath
 from kvstrata.integration.vllm.taint import TaintChain
@@ -73,6 +74,39 @@ def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixt
     assert record.getMessage().startswith(
         f"request mine is not blended: kv_transfer_params.blend is {said!r}; give"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio", "said"),
+    [
+        (
+            {"blend_rule": "boundary", "recompute_boundary": 3},
+            0.3,
+            "computes 3 tokens at both ends",
+        ),
+        ({"blend_rule": "full"}, 0.3, "blend_rule is full, which always computes all; take"),
+        ({"blend_rule": "boundary"}, 0, None),
+        ({"blend_rule": "full"}, 1, None),
+        ({"blend_rule": "hkvd"}, 0.3, None),
+    ],
+)
+def test_a_ratio_that_the_rule_does_not_follow_is_said_once_and_blended(
+    settings: dict[str, Any],
+    ratio: float,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(wishes, "_told", set())
+    config = load_config(settings, environ={})
+    for blend in ({}, {"ratio": ratio}, {"ratio": ratio}):
+        assert wish_of(request("mine", blend=blend), config).blend
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert f"request mine asks for a ratio of {ratio:g}, which changes nothing" in told[0]
+        assert said in told[0]
+        assert "two_round_query, query, hkvd or random" in told[0]
 
 
 @pytest.mark.parametrize(

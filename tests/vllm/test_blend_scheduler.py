@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -43,7 +44,10 @@ RECURRENT = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
         ([group(mla())], "MLA"),
         ([group(chunked())], "ChunkedLocalAttentionSpec is neither full attention nor a sliding"),
         ([group(full(attention_chunk_size=128))], "reaches back to the beginning of a chunk"),
-        ([group(full(), 2), group(sliding(), 2, first=2)], "2 KV cache groups .* share one with"),
+        (
+            [group(full(), 2), group(sliding(), 2, first=2)],
+            "2 KV cache groups\n  hint: start with --disa",
+        ),
         ([group(RECURRENT)], "MambaSpec is neither full attention nor a sliding window"),
     ],
 )
@@ -56,22 +60,58 @@ def test_an_engine_that_cannot_blend_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("part", "changes", "reason"),
+    ("part", "changes", "reason", "remedy"),
     [
-        ("parallel_config", {"pipeline_parallel_size": 2}, "no rank has the whole model"),
-        ("parallel_config", {"data_parallel_size": 2}, "one engine cannot run it alone"),
-        ("model_config", {"multimodal_config": object()}, "positions of a multimodal model"),
+        (
+            "parallel_config",
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size is 2, so that no rank has the whole model",
+            "set pipeline_parallel_size to 1",
+        ),
+        (
+            "parallel_config",
+            {"data_parallel_size": 2},
+            "data_parallel_size is 2: .* one engine cannot run them alone",
+            "set data_parallel_size to 1",
+        ),
+        (
+            "model_config",
+            {"multimodal_config": object()},
+            "the model is '.*': positions of a multimodal model",
+            "set model to one of text alone",
+        ),
+        (
+            None,
+            {"speculative_config": SimpleNamespace(method="eagle3")},
+            "the method of speculative_config is 'eagle3'",
+            r"set it to one that finds drafts in the tokens \(ngram, ngram_gpu, suffix\)",
+        ),
     ],
 )
 def test_an_engine_that_cannot_run_its_model_within_a_step_is_refused(
-    folder: Path, part: str, changes: dict[str, object], reason: str
+    folder: Path, part: str | None, changes: dict[str, object], reason: str, remedy: str
 ) -> None:
     config = vllm_config(folder)
     planned = plan(config, group(full()))
     for name, value in changes.items():
-        setattr(getattr(config, part), name, value)
-    with pytest.raises(ConfigError, match=f"cannot blend here: [^;]*{reason}[^;]*$"):
+        setattr(config if part is None else getattr(config, part), name, value)
+    whole = (
+        f"cannot blend here: {reason}[^;]*\n  hint: {remedy}.*, or set kv_connector to KVS[^;]*$"
+    )
+    with pytest.raises(ConfigError, match=whole):
         refuse_engine(load_config({}, environ={}), config, planned)
+
+
+def test_what_has_several_reasons_or_one_without_a_remedy_says_so(folder: Path) -> None:
+    config = vllm_config(folder)
+    planned = plan(config, group(full()))
+    config.parallel_config.pipeline_parallel_size = 2
+    settings = load_config({"load_mode": "layerwise"}, environ={})
+    hint = "hint: take load_mode away and set pipeline_parallel_size to 1 .*, or set kv_connector"
+    with pytest.raises(ConfigError, match=hint):
+        refuse_engine(settings, config, planned)
+    with pytest.raises(ConfigError, match=r"; the model's attention is MLA.*\n  hint: set kv_con"):
+        refuse_engine(settings, config, plan(config, group(mla())))
 
 
 def test_an_engine_with_kv_of_another_type_is_refused(folder: Path) -> None:
@@ -134,6 +174,17 @@ def test_a_match_ratio_is_said_to_change_nothing(
     settings = load_config(settings_of(tmp_path, min_match_ratio=0.8), environ={})
     BlendScheduler(settings, config, plan(config, group(full(), 2))).close()
     assert "min_match_ratio 0.8 changes nothing" in caplog.text
+
+
+@pytest.mark.parametrize(("rule", "said"), [("boundary", 1), ("full", 1), ("random", 0)])
+def test_a_ratio_in_the_settings_is_said_to_change_nothing_where_the_rule_has_its_own(
+    bench: Bench, caplog: pytest.LogCaptureFixture, rule: str, said: int
+) -> None:
+    bench.engine(connector=BlendConnector, blend_rule=rule, recompute_ratio=0.3)
+    told = f"recompute_ratio is 0.3, which changes nothing: blend_rule is {rule}, which always"
+    assert caplog.text.count(told) == said
+    bench.engine(connector=BlendConnector, blend_rule=rule)
+    assert caplog.text.count("which changes nothing") == said
 
 
 def test_a_prompt_that_is_too_short_to_be_worth_it_is_not_searched(

@@ -99,8 +99,9 @@ class BlendFields(BaseModel):
         ge=0,
         le=1,
         description=(
-            "Share of the reused tokens that is computed anew: a number, or `fast` (0.05), "
-            "`balanced` (0.15) or `safe` (0.30)."
+            "Share of the reused tokens that is computed anew, beyond the first four of each run: a "
+            "number, or `fast` (0.05), `balanced` (0.15) or `safe` (0.30). `blend_rule` `boundary` and "
+            "`full` choose no share."
         ),
         examples=["0.15"],
     )

@@ -4,6 +4,7 @@ from kvstrata.integration.vllm.compat import check_vllm
 
 check_vllm()  # before anything is imported that this vLLM may lack
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +25,11 @@ from kvstrata.integration.vllm.blend.layers import token_pages
 from kvstrata.integration.vllm.blend.model import calling_model
 from kvstrata.integration.vllm.blend.nested import NestedForward
 from kvstrata.integration.vllm.blend.ropes import check_ropes, correctors
-from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
+from kvstrata.integration.vllm.blend.rules import (
+    layers_to_score,
+    rule_of,
+    why_not_followed,
+)
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.scorer import StepRunner
 from kvstrata.integration.vllm.blend.supported import refuse_engine
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = ["BlendConnector"]
+
+_log = logging.getLogger(__name__)
 
 
 class BlendConnector(KVStrataConnector):
@@ -64,6 +71,9 @@ class BlendConnector(KVStrataConnector):
         altered_by: str | None,
     ) -> SchedulerHalf:
         refuse_engine(config, vllm_config, kv_cache_config)
+        ratio, is_set = config.recompute_ratio, "recompute_ratio" in config.model_fields_set
+        if is_set and (why := why_not_followed(config, ratio)) is not None:
+            _log.warning("recompute_ratio is %g, which changes nothing: %s", ratio, why)
         return BlendScheduler(config, vllm_config, kv_cache_config, altered_by=altered_by)
 
     # -- scheduler process -------------------------------------------------------------------

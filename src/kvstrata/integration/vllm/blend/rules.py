@@ -1,5 +1,7 @@
 """The rule that the configuration names, for a model with so many layers."""
 
+from typing import Final
+
 from kvstrata.blend.rules import (
     BoundaryRule,
     FullRule,
@@ -13,9 +15,10 @@ from kvstrata.blend.selection import Rule
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["layers_to_score", "rule_of"]
+__all__ = ["layers_to_score", "rule_of", "why_not_followed"]
 
-_SEED = 0  # the same on all ranks, and in every run
+_SEED: Final = 0  # the same on all ranks, and in every run
+_FIXED: Final = {"boundary": 0.0, "full": 1.0}  # ratios of the rules that choose no share
 
 
 def layers_to_score(config: Config, layers: int) -> tuple[int, ...]:
@@ -46,3 +49,15 @@ def rule_of(config: Config, ratio: float, layers: int) -> Rule:
             return QueryRule(ratio, scored_share=scored_share)
         case "two_round_query":
             return TwoRoundQueryRule(ratio, scored_share=scored_share)
+
+
+def why_not_followed(config: Config, ratio: float) -> str | None:
+    """Why the rule computes another share than *ratio* says, and the way out; None if it does not."""
+    rule = config.blend_rule
+    if _FIXED.get(rule, ratio) == ratio:
+        return None
+    computed = f"{config.recompute_boundary} tokens at both ends of each run"
+    return (
+        f"blend_rule is {rule}, which always computes {'all' if rule == 'full' else computed}; take "
+        "the ratio away, or set blend_rule to two_round_query, query, hkvd or random"
+    )

@@ -2,16 +2,18 @@
 
 import logging
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from vllm.v1.request import Request
 
 from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
 from kvstrata.core.config import Config
+from kvstrata.integration.vllm.blend.rules import why_not_followed
 
 __all__ = ["Wish", "can_be_reused", "wish_of"]
 
 _log = logging.getLogger(__name__)
+_told: Final[set[str]] = set()  # rules that a request has asked for a ratio that they do not follow
 
 
 class Wish(NamedTuple):
@@ -34,7 +36,8 @@ def wish_of(request: Request, config: Config) -> Wish:
     """What *request* says in ``kv_transfer_params["blend"]``, or else the configuration.
 
     ``true``, ``{"ratio": 0.3}`` or ``{"ratio": "safe"}`` ask for it and ``false`` forbids it. What
-    is not understood is logged, and the request is computed.
+    is not understood is logged, and the request is computed. A ratio that the rule does not follow is
+    logged once, and the request is blended.
     """
     said = (request.kv_transfer_params or {}).get("blend")
     if said is None and (config.blend == "all" or request.cache_salt in config.blend_salts):
@@ -63,7 +66,21 @@ def wish_of(request: Request, config: Config) -> Wish:
             ", ".join(RECOMPUTE_RATIOS),
         )
         return Wish(config.recompute_ratio, "not_understood")
+    if "ratio" in said:
+        _tell_if_not_followed(request, config, ratio)
     return Wish(float(ratio))
+
+
+def _tell_if_not_followed(request: Request, config: Config, ratio: float) -> None:
+    why = why_not_followed(config, ratio)
+    if why is not None and config.blend_rule not in _told:
+        _told.add(config.blend_rule)
+        _log.warning(
+            "request %s asks for a ratio of %g, which changes nothing: %s; this is said once",
+            request.request_id,
+            ratio,
+            why,
+        )
 
 
 def _kind(request: Request) -> str | None:
