@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,18 @@ from torch.distributed import ReduceOp
 
 from kvstrata.blend.plan import BlendPlan, Positions, ReusedRuns
 from kvstrata.blend.rules import TwoRoundQueryRule
-from kvstrata.blend.selection import Recompute, ScoreAttention
+from kvstrata.blend.selection import Recompute, Rule, ScoreAttention, ScoreDeviation
+from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
 from kvstrata.integration.vllm.blend.moves import TokenMoves
+from kvstrata.integration.vllm.blend.rules import rule_of
 from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
 from kvstrata.integration.vllm.blend.worker import BlendWorker
 
 BLOCK_TOKENS = 32
 REUSED_TOKENS = 40
 SERVER = bytes(16)
+KINDS = {Recompute: "recompute", ScoreAttention: "score", ScoreDeviation: "deviation"}
 SLOTS: Any = SimpleNamespace(server_id=SERVER, slots=9, generations=np.zeros(9, np.int64))
 
 
@@ -35,7 +39,7 @@ class Recorder:
     forwards: list[list[tuple[str, int, int]]] = field(default_factory=list)
 
     def run(self, prompts: Any, steps: Any) -> list[np.ndarray[Any, Any]]:
-        kinds = ["recompute" if isinstance(step, Recompute) else "score" for step in steps]
+        kinds = [KINDS[type(step)] for step in steps]
         self._add(zip(kinds, (step.positions for step in steps), strict=True))
         return [np.zeros(len(prompt.tokens), np.float32) for prompt in prompts]
 
@@ -64,7 +68,16 @@ class Layer:
 ALONE: Any = SimpleNamespace(world_size=1)
 
 
-def worker_of(runner: Recorder, ranks: Any = ALONE, layer: Any = None) -> BlendWorker:
+def two_rounds(ratio: float) -> Rule:
+    return TwoRoundQueryRule(ratio, sink_tokens=0)
+
+
+def worker_of(
+    runner: Recorder,
+    ranks: Any = ALONE,
+    layer: Any = None,
+    rule: Callable[[float], Rule] = two_rounds,
+) -> BlendWorker:
     layer = layer or Layer()
     source: Any = SimpleNamespace(per_slot=2, read=lambda mapping, slots, number: slots)
     stand_in: Any = runner
@@ -73,7 +86,7 @@ def worker_of(runner: Recorder, ranks: Any = ALONE, layer: Any = None) -> BlendW
         [None],  # type: ignore[list-item]  # keys are not turned here
         source,
         stand_in,
-        lambda ratio: TwoRoundQueryRule(ratio, sink_tokens=0),
+        rule,
         ranks,
     )
 
@@ -149,6 +162,36 @@ def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:
         [("score", 64, 3)],
         [("recompute", 32, 126), ("recompute", 64, 94)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "forwards"),
+    [
+        ({"blend_rule": "full"}, [("recompute", 32, 160)]),
+        ({"blend_rule": "random"}, [("recompute", 32, 130)]),
+        ({"blend_rule": "hkvd"}, [("deviation", 32, 160), ("recompute", 32, 130)]),
+        ({"blend_rule": "query"}, [("score", 32, 132), ("recompute", 32, 130)]),
+        (
+            {"blend_rule": "two_round_query"},
+            [("score", 32, 132), ("score", 36, 3), ("recompute", 32, 130)],
+        ),
+        ({"blend_rule": "boundary"}, [("recompute", 32, 124)]),
+        ({"blend_rule": "boundary", "recompute_boundary": 5}, [("recompute", 32, 130)]),
+        ({"blend_rule": "boundary", "recompute_boundary": 0}, [("recompute", 72, 120)]),
+    ],
+    ids=lambda each: "-".join(map(str, each.values())) if isinstance(each, dict) else "",
+)
+def test_the_rule_of_the_configuration_says_what_is_run(
+    settings: dict[str, Any], forwards: list[tuple[str, int, int]]
+) -> None:
+    """Of tokens 32 to 191 the first 40 are reused: 4 first ones and 15 %, which are 6, beside the 120."""
+    runner = Recorder()
+    config = load_config(settings, environ={})
+    worker = worker_of(runner, rule=partial(rule_of, config, layers=4))
+    worker.begin(request("one", 1), SERVER)
+    (ended,) = worker.advance(SLOTS, 1000)
+    assert ended.whole
+    assert runner.forwards == [[forward] for forward in forwards]
 
 
 def test_what_the_budget_does_not_hold_waits_and_the_oldest_ends_first() -> None:

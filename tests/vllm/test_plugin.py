@@ -6,12 +6,13 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvstrata.integration.vllm.blend.connector import BlendConnector
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.direct import DirectConnector
 from kvstrata.integration.vllm.plugin import register
 
 
-@pytest.mark.parametrize("connector", [KVStrataConnector, DirectConnector])
+@pytest.mark.parametrize("connector", [KVStrataConnector, DirectConnector, BlendConnector])
 def test_the_name_is_enough_once_vllm_has_loaded_its_plugins(connector: type) -> None:
     (plugin,) = entry_points(group="vllm.general_plugins", name="kvstrata")
     plugin.load()()
