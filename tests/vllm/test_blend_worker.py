@@ -189,7 +189,7 @@ def test_the_rule_of_the_configuration_says_what_is_run(
     config = load_config(settings, environ={})
     worker = worker_of(runner, rule=partial(rule_of, config, layers=4))
     worker.begin(request("one", 1), SERVER)
-    (ended,) = worker.advance(SLOTS, 1000)
+    (ended,) = worker.advance(SLOTS, 1000, 1000)
     assert ended.whole
     assert runner.forwards == [[forward] for forward in forwards]
 
