@@ -7,7 +7,7 @@ import pytest
 from tests.vllm.blended import blending, whole_blocks
 from tests.vllm.engine import Ask, Engine
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_kinds import MODEL, write_adapter
+from tests.vllm.test_kinds import MODELS, write_adapter
 
 from kvstrata.integration.vllm.tiny_model import write_tiny_llama
 
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.vllm
 def test_a_request_without_an_adapter_is_blended_beside_those_that_have_one(
     tmp_path: Path,
 ) -> None:
-    path = write_tiny_llama(tmp_path / "model", MODEL)
-    adapter = write_adapter(tmp_path / "adapter", 1)
+    model = MODELS["mqa"]
+    path = write_tiny_llama(tmp_path / "model", model)
+    adapter = write_adapter(tmp_path / "adapter", model, 1)
     # On a CPU vLLM lets a request without an adapter have what is in the last place for one.
     settings = {"enable_lora": True, "max_loras": 2}
     alone = settings | {"enable_prefix_caching": False}

@@ -1,7 +1,7 @@
 """Requests that differ in more than their tokens, fp8 caches, engines that share a server.
 
-Two engines with an MQA model, an fp8 KV cache where the CPU can have one, adapters and prompt embeddings are attached to one
-server, as the ranks of a data parallel deployment are: each keeps the session name vLLM gives it.
+Two engines with an MQA model or a GQA one, an fp8 KV cache where the CPU can have one, adapters and prompt embeddings are
+attached to one server, as the ranks of a data parallel deployment are: each keeps the session name vLLM gives it.
 """
 
 import json
@@ -26,14 +26,18 @@ pytestmark = pytest.mark.vllm
 TOKENS_PER_BLOCK = 64
 PROMPT_TOKENS = 300
 WHOLE = PROMPT_TOKENS // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
-MODEL = TinyLlama(dtype="float32", kv_heads=1)  # multi-query attention
+MODELS = {
+    "mqa": TinyLlama(dtype="float32", kv_heads=1),
+    "gqa": TinyLlama(dtype="float32", kv_heads=4),
+}
 NEW_TOKENS = 8
 
 
-def write_adapter(folder: Path, seed: int) -> str:
-    """A LoRA adapter of *MODEL* that changes what its attention looks at, and what it finds."""
+def write_adapter(folder: Path, model: TinyLlama, seed: int) -> str:
+    """A LoRA adapter of *model* that changes what its attention looks at, and what it finds."""
     folder.mkdir()
-    rank, shapes = 8, {"q_proj": MODEL.heads * MODEL.head_dim, "v_proj": MODEL.head_dim}
+    rank, dim = 8, model.head_dim
+    shapes = {"q_proj": model.heads * dim, "v_proj": model.kv_heads * dim}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -45,12 +49,12 @@ def write_adapter(folder: Path, seed: int) -> str:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(MODEL.layers):
+    for layer in range(model.layers):
         for name, rows in shapes.items():
             path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            down = torch.randn(rank, MODEL.hidden_size, generator=generator)
+            down = torch.randn(rank, model.hidden_size, generator=generator)
             up = torch.randn(rows, rank, generator=generator)
-            tensors[f"{path}.lora_A.weight"] = down / MODEL.hidden_size**0.5
+            tensors[f"{path}.lora_A.weight"] = down / model.hidden_size**0.5
             tensors[f"{path}.lora_B.weight"] = up / rank**0.5
     save_file(tensors, folder / "adapter_model.safetensors")
     return str(folder)
@@ -77,6 +81,7 @@ def transfer_to(socket: Path, name: str) -> dict[str, Any]:
 class Pair:
     """Two engines of one deployment. Every prompt is asked with an empty device cache."""
 
+    model: TinyLlama
     engines: list[Engine]
     folder: Path
 
@@ -90,14 +95,17 @@ class Pair:
     def embeddings(self, name: str, seed: int) -> str:
         generator = torch.Generator().manual_seed(seed)
         file = self.folder / name
-        torch.save(torch.randn(PROMPT_TOKENS, MODEL.hidden_size, generator=generator), file)
+        torch.save(torch.randn(PROMPT_TOKENS, self.model.hidden_size, generator=generator), file)
         return str(file)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("kinds")
-    model = write_tiny_llama(folder / "tiny-mqa", MODEL)
+@pytest.fixture(scope="module", params=MODELS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp(f"kinds-{request.param}")
+    model = MODELS[request.param]
+    path = write_tiny_llama(folder / "model", model)
     socket = folder / "server.socket"
     settings = {
         "kv_cache_dtype": "fp8" if FP8_RUNS_HERE else "auto",
@@ -110,7 +118,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with CacheServer(config, socket, folder / "server.log") as server:
         engines = [
             Engine(
-                model,
+                path,
                 folder / f"dp{i}.log",
                 transfer_to(server.socket, f"{name}_dp{i}"),
                 settings,
@@ -118,7 +126,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             for i in range(2)
         ]
         with engines[0], engines[1]:
-            yield Pair(engines, folder)
+            yield Pair(model, engines, folder)
 
 
 def check_apart(pair: Pair, asks: list[Ask]) -> None:
@@ -137,7 +145,7 @@ def check_apart(pair: Pair, asks: list[Ask]) -> None:
 
 def test_adapters_and_salts_keep_equal_prompts_apart(pair: Pair) -> None:
     prompt = random_prompt(random.Random(1), PROMPT_TOKENS)
-    one, two = (write_adapter(pair.folder / f"adapter-{i}", i) for i in (1, 2))
+    one, two = (write_adapter(pair.folder / f"adapter-{i}", pair.model, i) for i in (1, 2))
     check_apart(
         pair,
         [

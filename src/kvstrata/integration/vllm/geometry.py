@@ -229,7 +229,8 @@ def _refuse_specs(group: KVCacheGroupSpec) -> None:
         if isinstance(spec, MambaSpec):
             raise _unsupported(
                 f"recurrent state ({kind}, mamba_cache_mode {spec.mamba_cache_mode!r}), which "
-                "vLLM keeps for few positions and moves between its blocks"
+                "vLLM keeps at the end of few blocks, while KVStrata keeps of a block what all "
+                "layers have or nothing"
             )
         if type(spec) not in _SUPPORTED_SPECS:
             raise _unsupported(f"a KV cache of kind {kind} ({type(spec).__name__})")

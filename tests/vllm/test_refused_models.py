@@ -1,0 +1,114 @@
+"""Models that vLLM alone starts with and KVStrata refuses: the engine stops, and its log says why."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.engine import Engine, EngineFailed
+from tests.vllm.oracle import VOCABULARY
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor, WhisperProcessor
+
+pytestmark = pytest.mark.vllm
+
+# In the type and of a head size that vLLM's linear attention on a CPU takes.
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,  # the last of them with full attention
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "max_position_embeddings": 4096,
+}
+WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "is_encoder_decoder": True,
+    "dtype": "float32",
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "max_target_positions": 448,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 2,
+}
+BEGIN = "<|startoftranscript|>"  # the word that vLLM has a Whisper begin with
+
+
+def write_qwen3_next(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(QWEN3_NEXT))
+
+
+def write_whisper(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(WHISPER))
+    words = [BEGIN, *(f"w{i}" for i in range(1, VOCABULARY))]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w1"))
+    tokenizer.add_special_tokens([BEGIN])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w1")
+    WhisperProcessor(WhisperFeatureExtractor(), fast).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "settings", "reason"),
+    [
+        (
+            write_qwen3_next,
+            {"dtype": "bfloat16", "enable_prefix_caching": True},
+            "recurrent state (mamba, mamba_cache_mode 'align'), which vLLM keeps at the end of few",
+        ),
+        (
+            write_whisper,
+            {
+                "skip_tokenizer_init": False,
+                "max_model_len": 448,
+                "max_num_batched_tokens": 2048,
+                "num_gpu_blocks_override": 256,  # audio takes 1500 tokens
+            },
+            "is an encoder-decoder model: its decoder's KV depends on the encoder's input",
+        ),
+    ],
+    ids=["Qwen3-Next", "Whisper"],
+)
+def test_the_engine_stops_with_the_reason_and_the_way_out(
+    tmp_path: Path, write: Callable[[Path], None], settings: dict[str, Any], reason: str
+) -> None:
+    write(tmp_path)
+    settings = settings | {"load_format": "dummy"}
+    transfer = {
+        "kv_role": "kv_both",
+        "engine_id": f"refused-{random.randrange(1 << 30)}",
+        "kv_connector_extra_config": {"tiers": "host:64MiB"},
+    }
+    with (
+        Engine(tmp_path, tmp_path / "alone.log", settings=settings) as alone,
+        Engine(tmp_path, tmp_path / "vllm.log", transfer, settings) as engine,
+    ):
+        with pytest.raises(EngineFailed):
+            engine.wait_ready()
+        alone.wait_ready()
+    assert reason in engine.log_text()
+    assert "hint: run vLLM without the connector" in engine.log_text()
