@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.errors import FaultCause, TierUnavailable
 from kvstrata.core.types import Read, StoreKey
 from kvstrata.storage.wrap import LeadingStore
 from kvstrata.testing.memory import MemoryStore
@@ -20,6 +20,7 @@ class BadSectors(MemoryStore):
     def __init__(self, seconds: float) -> None:
         super().__init__(block_bytes=BYTES, capacity_blocks=8)
         self.bad: set[StoreKey] = set()
+        self.cause: FaultCause = "io"
         self.calls: list[int] = []
         self.now = 0.0
         self.seconds = seconds
@@ -29,7 +30,7 @@ class BadSectors(MemoryStore):
         self.calls.append(len(keys))
         self.now += self.seconds
         if self.bad & set(keys):
-            raise TierUnavailable("a sector cannot be read")
+            raise TierUnavailable("a sector cannot be read", cause=self.cause)
         return super().read_into(keys, buffers)
 
 
@@ -68,6 +69,14 @@ def test_store_that_gives_not_even_the_first_block_has_failed() -> None:
 def test_store_that_is_slow_to_fail_is_not_asked_again() -> None:
     store = BadSectors(1.5)
     store.bad = {KEYS[4]}
+    with pytest.raises(TierUnavailable):
+        read(store)
+    assert store.calls == [5]
+
+
+def test_store_that_does_not_let_us_in_is_not_asked_again() -> None:
+    store = BadSectors(0.0)
+    store.bad, store.cause = {KEYS[4]}, "credentials"
     with pytest.raises(TierUnavailable):
         read(store)
     assert store.calls == [5]

@@ -1,5 +1,6 @@
 """A manager above a tier that others write to as well."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import StoreKey
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.testing import Fault, FlakyStore, SlowStore
 from kvstrata.testing.memory import Value
 
 
@@ -301,3 +303,20 @@ def test_directory_that_is_over_its_capacity_is_swept(tmp_path: Path) -> None:
         "the directory is never swept",
     )
     node.close()
+
+
+@pytest.mark.parametrize(("timeout_seconds", "calls"), [(0.2, 1), (2.0, 3)])
+def test_a_call_is_repeated_within_the_time_of_its_tier(
+    values: dict[StoreKey, Value], timeout_seconds: float, calls: int
+) -> None:
+    tiers = f"host:32KiB | valkey://cache?timeout_seconds={timeout_seconds}"
+    away = FlakyStore(GatedStore(values), itertools.repeat(Fault.BEFORE))
+    manager = KVManager(
+        Config.model_validate({"tiers": tiers, "prefault": False}),
+        block_bytes=BLOCK_BYTES,
+        remote=SlowStore(away, 0.15),
+    )
+    task = settled(manager, manager.get_match(ALICE, keys(0)))
+    assert task.matched_blocks == 0
+    assert away.calls == calls
+    manager.close()

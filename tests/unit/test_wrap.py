@@ -360,6 +360,42 @@ def test_a_call_that_was_slow_to_fail_is_not_repeated() -> None:
     assert retrying.pauses == []
 
 
+def test_no_attempt_is_begun_that_could_not_end_in_time() -> None:
+    """Each takes 0.9 of 2 seconds, so there is time for two."""
+    retrying = Retrying([Fault.BEFORE] * 3, call_seconds=0.9)
+    with pytest.raises(TierUnavailable):
+        retrying.store.exists([KEY])
+    assert retrying.flaky.calls == 2
+    assert retrying.now <= 12.0
+
+
+def test_the_longest_attempt_counts() -> None:
+    now, seconds = 0.0, iter([0.7, 0.1, 0.1])
+    inner = Fickle()
+    inner.error = TierUnavailable("away")
+
+    def pass_time() -> None:
+        nonlocal now
+        now += next(seconds)
+
+    inner.meanwhile = pass_time
+    store = RetryStore(
+        inner, deadline_seconds=1.4, backoff_seconds=0, clock=lambda: now, sleep=lambda _: None
+    )
+    with pytest.raises(TierUnavailable):
+        store.exists([KEY])
+    assert inner.calls == 2
+
+
+def test_wrong_credentials_are_not_tried_again() -> None:
+    """Servers lock who tries them often."""
+    inner = Fickle()
+    inner.error = TierUnavailable("no", cause="credentials")
+    with pytest.raises(TierUnavailable):
+        RetryStore(inner).exists([KEY])
+    assert inner.calls == 1
+
+
 def test_a_bug_is_not_repeated() -> None:
     retrying = Retrying([])
     with pytest.raises(InvariantViolated):

@@ -58,6 +58,7 @@ class CascadeSettings(NamedTuple):
     limits: TransferLimits = TransferLimits()
     search: SearchLimits = SearchLimits()
     hung_seconds: float = 10.0  # a call that takes longer counts as a failure
+    retry_seconds: float = 2.0  # within which a call that fails is repeated
     upkeep: Callable[[], None] | None = None
 
 
@@ -101,9 +102,16 @@ class Cascade:
         self._capacity_blocks = size.capacity_blocks
         self._batch_blocks = max(1, WRITE_BATCH_BYTES // size.block_bytes)
         timed = TimedStore(store, partial(cache.counters.operations.observe, tier))
-        asked = timed if tier == "disk" else RetryStore(CountedStore(timed, self._count_fault))
+        retry_seconds = settings.retry_seconds
+        asked = (
+            timed
+            if tier == "disk"
+            else RetryStore(CountedStore(timed, self._count_fault), deadline_seconds=retry_seconds)
+        )
         self._store = BreakerStore(
-            LeadingStore(asked), name=tier, slow_seconds=settings.hung_seconds
+            LeadingStore(asked, deadline_seconds=retry_seconds / 2),
+            name=tier,
+            slow_seconds=settings.hung_seconds,
         )
         self._batches = Gate()  # a batch is inside while it is on its way to the store
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*

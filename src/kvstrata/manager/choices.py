@@ -18,6 +18,7 @@ __all__ = [
     "make_policy",
     "policy_of",
     "remote_limits_of",
+    "retry_seconds_of",
     "search_limits_of",
 ]
 
@@ -27,6 +28,7 @@ _DOUBLING_BLOCKS: Final = 512
 # Side by side in each read thread: answers come late, and each at its own pace.
 _FAR_READ_BLOCKS: Final = 4
 _HUNG_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 2.0
 
 
 def make_policy(
@@ -79,6 +81,12 @@ def hung_seconds_of(tier: Tier | None) -> float:
     """After which a call to *tier* has certainly gone wrong: far beyond its own limit."""
     own_seconds = tier.timeout_seconds if isinstance(tier, RemoteTier) else 0.0
     return max(_HUNG_SECONDS, 4 * own_seconds)  # it may be asked again, block by block
+
+
+def retry_seconds_of(tier: Tier | None) -> float:
+    """Within which a call to *tier* is repeated: no longer than a call of its own may take."""
+    own_seconds = tier.timeout_seconds if isinstance(tier, RemoteTier) else _RETRY_SECONDS
+    return min(_RETRY_SECONDS, own_seconds)
 
 
 def search_limits_of(config: Config) -> SearchLimits:

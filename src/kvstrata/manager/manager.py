@@ -23,6 +23,7 @@ from kvstrata.manager.choices import (
     hung_seconds_of,
     policy_of,
     remote_limits_of,
+    retry_seconds_of,
     search_limits_of,
 )
 from kvstrata.manager.decisions import Decision
@@ -157,6 +158,7 @@ class KVManager:
                 limits=remote_limits_of(config),
                 search=search_limits_of(config),
                 hung_seconds=hung_seconds_of(config.lowest_tier),
+                retry_seconds=retry_seconds_of(config.lowest_tier),
                 upkeep=self._storage.upkeep,
             )
             lower["remote"] = Cascade("remote", store, self._cache, self._desk, settings)

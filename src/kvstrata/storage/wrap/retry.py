@@ -13,9 +13,10 @@ class RetryStore(WrappedStore):
     """Repeats a call that raised ``TierUnavailable``, *attempts* times in all at most.
 
     Before the n-th repetition it waits a random part of ``backoff_seconds * 2**n``, so that many
-    clients of one server do not come back together. No repetition begins later than
-    *deadline_seconds* after the call began: a call that was slow to fail is not repeated. What
-    an attempt does within that time is not cut short; stores have time limits of their own.
+    clients of one server do not come back together. An attempt is begun only if it can end within
+    *deadline_seconds* of the call, should it take as long as the longest before it: a call that
+    was slow to fail is not repeated. No attempt is cut short; stores have time limits of their own.
+    Wrong credentials are not tried again: servers lock who tries them often.
 
     A repeated write reports ``EXISTS`` for a block that the attempt before it has stored, and a
     repeated removal that a block was not there.
@@ -44,13 +45,19 @@ class RetryStore(WrappedStore):
         super().close()
 
     def _call(self, call: Callable[[], T]) -> T:
-        deadline = self._clock() + self._deadline_seconds
+        began = self._clock()
+        deadline = began + self._deadline_seconds
+        longest = 0.0
         for repetition in range(self._attempts - 1):
             try:
                 return call()
-            except TierUnavailable:
+            except TierUnavailable as e:
+                now = self._clock()
+                longest = max(longest, now - began)
                 pause = random.uniform(0, self._backoff_seconds * 2**repetition)
-                if self._closed or self._clock() + pause > deadline:
+                is_late = now + pause + longest > deadline
+                if self._closed or is_late or e.cause == "credentials":
                     raise
             self._sleep(pause)
+            began = self._clock()
         return call()
