@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 from kvstrata.storage.remote.objects.connection import (
@@ -18,20 +18,12 @@ from kvstrata.storage.remote.objects.connection import (
     Wait,
 )
 from kvstrata.storage.remote.objects.values import Deadline
+from kvstrata.storage.remote.resolver import Place, Resolver
 
-__all__ = ["HttpClient", "Resolve", "resolve"]
+__all__ = ["HttpClient"]
 
 _STALL_SECONDS: Final = 0.1  # in which nothing has come on any connection
 _IDLE_SECONDS: Final = 30.0  # others on the way forget a connection after some minutes
-
-Resolve = Callable[[str, int, Deadline], list[tuple[socket.AddressFamily, Address]]]
-"""The addresses of a host and port; raises ``socket.gaierror`` or ``TimeoutError``."""
-
-
-def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, Address]]:
-    """What the resolver of the system says, however long it takes."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(family, address) for family, _, _, _, address in found if len(address) in {2, 4}]  # type: ignore[misc] # the two families of TCP
 
 
 class HttpClient:
@@ -41,9 +33,7 @@ class HttpClient:
     follows no redirects, uses no proxy and tries nothing twice.
     """
 
-    def __init__(
-        self, origin: str, *, parallel: int, tls: ssl.SSLContext | None, resolve: Resolve
-    ) -> None:
+    def __init__(self, origin: str, *, parallel: int, tls: ssl.SSLContext | None) -> None:
         self.origin = origin
         split = urlsplit(origin)
         self._host = split.netloc
@@ -51,7 +41,7 @@ class HttpClient:
         self._port = split.port or (80 if tls is None else 443)
         self._parallel = parallel
         self._tls = tls
-        self._resolve = resolve
+        self._resolver = Resolver()
         self._lock = threading.Lock()  # guards everything below
         self._idle: list[Connection] = []
         self._failed_connects = 0
@@ -67,7 +57,7 @@ class HttpClient:
         pending = deque(exchanges)
         count = min(self._parallel, len(pending))
         idle = self._take_idle(count)
-        addresses = _Addresses(lambda: self._resolve(self._name, self._port, deadline))
+        addresses = _Addresses(lambda: self._places(deadline))
         is_done = False
         try:
             _drive([self._work(pending, idle, addresses) for _ in range(count)], deadline)
@@ -83,6 +73,9 @@ class HttpClient:
         with self._lock:
             self._is_closed = True
         self._close_idle()
+
+    def _places(self, deadline: Deadline) -> Sequence[Place]:
+        return self._resolver.places(self._name, self._port, deadline.left_seconds())
 
     def _close_idle(self) -> None:
         with self._lock:
@@ -147,13 +140,14 @@ class HttpClient:
 class _Addresses:
     """Where the server of one call is, asked for when the first connection is made."""
 
-    def __init__(self, ask: Callable[[], list[tuple[socket.AddressFamily, Address]]]) -> None:
+    def __init__(self, ask: Callable[[], Sequence[Place]]) -> None:
         self._ask = ask
-        self._known: list[tuple[socket.AddressFamily, Address]] = []
+        self._known: Sequence[Place] = ()
 
     def choose(self, number: int) -> tuple[socket.AddressFamily, Address]:
         self._known = self._known or self._ask()
-        return self._known[number % len(self._known)]
+        family, _, _, _, address = self._known[number % len(self._known)]
+        return family, cast("Address", address)
 
 
 def _drive(workers: Sequence[Steps], deadline: Deadline) -> None:

@@ -6,7 +6,6 @@ stores that take no signed URLs.
 """
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -20,9 +19,9 @@ import obstore
 
 from kvstrata.core.types import Write
 from kvstrata.storage.remote.objects.access import Place, is_proxied, tls_context
-from kvstrata.storage.remote.objects.connection import Address, Answer, Exchange, Nonsense
+from kvstrata.storage.remote.objects.connection import Answer, Exchange, Nonsense
 from kvstrata.storage.remote.objects.faults import Refused, is_full, names_no_object
-from kvstrata.storage.remote.objects.http import HttpClient, resolve
+from kvstrata.storage.remote.objects.http import HttpClient
 from kvstrata.storage.remote.objects.library import Library
 from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Wanted
 
@@ -145,15 +144,8 @@ class SignedLibrary(Library):
                     self._is_used = False
                     return None
                 tls = tls_context() if split.scheme == "https" else None
-                self._http = HttpClient(
-                    origin, parallel=self._parallel, tls=tls, resolve=self._resolve
-                )
+                self._http = HttpClient(origin, parallel=self._parallel, tls=tls)
             return self._http
-
-    def _resolve(
-        self, host: str, port: int, deadline: Deadline
-    ) -> list[tuple[socket.AddressFamily, Address]]:
-        return self._once(partial(resolve, host, port), deadline)
 
     def _note_help(self, was_needed: bool) -> None:
         """Stop to ask in vain: whoever has needed obstore's help often enough always will."""

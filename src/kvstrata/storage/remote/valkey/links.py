@@ -18,10 +18,10 @@ from valkey.connection import AbstractConnection
 from valkey.exceptions import ResponseError, ValkeyError
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
+from kvstrata.storage.remote.resolver import Place, Resolver
 from kvstrata.storage.remote.valkey.address import Address, Login
 from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, remaining_seconds
 from kvstrata.storage.remote.valkey.faults import fault_of
-from kvstrata.storage.remote.valkey.resolver import Place, Resolver
 from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError, RespReader
 
 __all__ = ["FAULTS", "Dialer", "Link", "Links", "Session"]
@@ -92,7 +92,7 @@ class _Connection(AbstractConnection):
         """Try each address of the host in turn, each for its share of the time left."""
         places: Sequence[Place]
         if self.address.port:
-            places = self.resolver.places(self.address, self.deadline)
+            places = self.resolver.places(*self.address, remaining_seconds(self.deadline))
         else:
             places = [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", self.address.host)]
         fault: OSError = OSError(f"{self.address} has no address")

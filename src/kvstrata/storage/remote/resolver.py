@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final
 
-from kvstrata.storage.remote.valkey.address import Address
-from kvstrata.storage.remote.valkey.deadline_socket import remaining_seconds
-
 __all__ = ["Place", "Resolver"]
 
-Place = tuple[int, int, int, object, object]  # family, kind, protocol, a name, an address of it
+Address = tuple[str, int]  # host and port
+# An address of the family comes last.
+Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, object]
 _TRY_AGAIN: Final = "the resolver does not answer"
 
 
 class Resolver:
     """Where hosts are. Thread-safe.
 
-    * A call ends by its deadline, with ``socket.gaierror`` if nothing is known by then.
+    * A call ends in the time it is given, with ``socket.gaierror`` if nothing is known by then.
     * Names are asked for each time, on a thread of their own, since nothing ends a question to the
       system. Who asks for a name that is asked for already waits with the others: there is one
       thread a name at most, and it ends with its question.
@@ -31,18 +30,18 @@ class Resolver:
         self._found: dict[Address, Sequence[Place]] = {}
         self._asked: dict[Address, Future[Sequence[Place]]] = {}
 
-    def places(self, address: Address, deadline: float) -> Sequence[Place]:
+    def places(self, host: str, port: int, left_seconds: float) -> Sequence[Place]:
         """In the order of preference of the system."""
         try:
             return socket.getaddrinfo(
-                *address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )
         except (socket.gaierror, UnicodeError):
             pass  # it is a name
+        address = host, port
         question, is_first = self._ask(address)
         known = self._found.get(address)
-        left = remaining_seconds(deadline)
-        patience_seconds = left if known is None else left / 2 if is_first else 0.0
+        patience_seconds = left_seconds if known is None else left_seconds / 2 if is_first else 0.0
         try:
             return question.result(patience_seconds)
         except TimeoutError:
@@ -63,7 +62,7 @@ class Resolver:
         threading.Thread(
             target=self._resolve,
             args=[address, question],
-            name=f"kvstrata-resolve-{address.host}",
+            name=f"kvstrata-resolve-{address[0]}",
             daemon=True,
         ).start()
         return question, True

@@ -12,13 +12,15 @@ from kvstrata.storage.remote.valkey.store import ValkeyStore
 from kvstrata.testing.samples import key
 
 
-def test_a_resolver_that_is_silent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["valkey", "objects"])
+def test_a_resolver_that_is_silent(tmp_path: Path, engine: str) -> None:
     """Calls end while its question is still under way, one for all of them; once a name was found
     its address is used."""
     log = tmp_path / "log"
     with Network("node") as network:
         network.set_resolver("node", "nameserver 127.0.0.1\noptions timeout:2 attempts:5\n")
-        node = network.start("node", [sys.executable, "-m", "tests.remote.name_server"], log)
+        command = [sys.executable, "-m", "tests.remote.name_server", engine]
+        node = network.start("node", command, log)
         try:
             assert node.wait(100) == 0, log.read_text()
         finally:
