@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.remote.objects_engine import (
     BUCKET,
+    KEY_ID,
+    SECRET,
     AzuriteEngine,
     MotoEngine,
     ObjectEngine,
     RcloneEngine,
     environment,
 )
+from tests.remote.odd_server import OddServer, Request, answer
 from typer.testing import CliRunner, Result
 
 from kvstrata.cli.main import app
@@ -235,3 +238,27 @@ def test_a_damaged_snapshot_counts_for_nothing(
                 break
             time.sleep(0.02)
     assert "is damaged" in caplog.text
+
+
+def test_a_server_that_demands_signed_payloads_gets_them() -> None:
+    name = Names("kv").of(key(1))
+    listing = (
+        "<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount>"
+        f"<IsTruncated>false</IsTruncated><Contents><Key>{name}</Key><Size>4260</Size>"
+        '<LastModified>2026-11-22T11:56:20.000Z</LastModified><ETag>"1"</ETag></Contents>'
+        "</ListBucketResult>"
+    )
+
+    def reply(request: Request) -> bytes:
+        if request.method == "GET":
+            return answer("200 OK", listing.encode())
+        signed = request.fields["x-amz-content-sha256"]
+        is_right = signed == hashlib.sha256(request.body).hexdigest()
+        return answer("200 OK", b"", 'ETag: "2"') if is_right else answer("403 Forbidden")
+
+    keys = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
+    with closing(OddServer(reply)) as server, environment(keys):
+        query = f"region=us-east-1&sign_payload=true&endpoint=http://127.0.0.1:{server.port}"
+        result = CliRunner().invoke(app, ["gc", f"s3://bucket/kv?{query}", "--snapshot"])
+    assert result.exit_code == 0, result.output
+    assert "snapshots written: 1" in result.output

@@ -144,6 +144,7 @@ def _access(tier: "ObjectTier", endpoint: str | None, region: str | None) -> "Ob
         endpoint=endpoint or tier.endpoint,
         region=region or tier.region,
         anonymous=tier.anonymous,
+        sign_payload=tier.sign_payload,
         parallel=tier.parallel,
     )
 
