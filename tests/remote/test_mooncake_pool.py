@@ -242,15 +242,19 @@ class TestNodes:
             assert set(fates) == {Read.HIT, Read.FAILED}
             for number, fate in enumerate(fates):
                 assert fate is Read.FAILED or bytes(buffers[number]) == value(number)
+            assert _counted(store) == fates.count(Read.FAILED)
             assert store.exists(keys) == [True] * 24
             lost = [key(n) for n, fate in enumerate(fates) if fate is Read.FAILED][:1]
             with pytest.raises(TierUnavailable) as raised:
                 store.read_into(lost, [dirty(BLOCK_BYTES)])
             assert raised.value.cause in {"unreachable", "timeout"}
-            fresh = write(store, *range(100, 124))
-            assert set(fresh) == {Write.STORED, Write.FULL}
+            twice = write(store, *range(100, 124), *range(100, 124))
+            fresh, again = twice[:24], twice[24:]
+            assert set(fresh) == {Write.STORED, Write.FAILED}
+            assert again == [Write.EXISTS if f is Write.STORED else f for f in fresh]
             stored = [fate is Write.STORED for fate in fresh]
             assert store.exists([key(number) for number in range(100, 124)]) == stored
+            assert _counted(store) == fates.count(Read.FAILED) + fresh.count(Write.FAILED)
 
     def test_what_a_writer_began_and_did_not_end_is_full_for_a_while(
         self, engine: MooncakeEngine, store: MooncakeStore, proxy: Proxy
@@ -335,6 +339,13 @@ class TestNodes:
                 listener.settimeout(0.5)
                 with pytest.raises(TimeoutError):
                     listener.accept()
+
+
+def _counted(store: MooncakeStore) -> int:
+    """Blocks that have failed in calls that did not, each because nobody answers."""
+    failed = store.statistics().failed_blocks
+    assert failed.keys() <= {"unreachable", "timeout"}
+    return sum(failed.values())
 
 
 def _segment_pid(store: MooncakeStore) -> int:

@@ -1,18 +1,23 @@
 """Answers of S3 that no real server gives when it is asked to: each is understood, or a fault."""
 
 import os
+import socket
+import ssl
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
+from obstore.exceptions import GenericError, UnauthenticatedError
 from tests.remote.objects_engine import KEY_ID, SECRET, environment
 from tests.remote.odd_server import OddServer, Request, answer
 from tests.remote.proxy import Fault, Proxy
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import Read, Write
+from kvstrata.storage.remote.objects.connection import Nonsense
+from kvstrata.storage.remote.objects.faults import Refused, as_unavailable
 from kvstrata.storage.remote.objects.store import ObjectAccess, ObjectStore
 from kvstrata.storage.remote.value import header_of
 from kvstrata.testing.samples import dirty, key, random_value
@@ -307,6 +312,28 @@ def test_a_refusal_before_the_value_is_sent_is_heard(server: OddServer, store: O
 
 
 # What errors show
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        TimeoutError(),
+        socket.gaierror(socket.EAI_NONAME, "no such name"),
+        ConnectionRefusedError(111, "Connection refused"),
+        ssl.SSLError(),
+        ssl.SSLCertVerificationError(),
+        Nonsense("an answer that is not HTTP/1.1"),
+        *(Refused(status, "") for status in (301, 401, 403, 404, 503, 507)),
+        GenericError("dns error"),
+        GenericError("BadScheme"),
+        GenericError("invalid peer certificate"),
+        GenericError("an error of tomorrow"),
+        UnauthenticatedError(),
+    ],
+    ids=repr,
+)
+def test_every_fault_has_a_remedy(fault: Exception) -> None:
+    assert as_unavailable("object store s3://bucket", "read", fault).hint
 
 
 @pytest.mark.parametrize("call", [read, write, lambda store: store.remove([key(1)])])

@@ -122,10 +122,11 @@ class ObjectTier(RemoteTier):
 
     @model_validator(mode="after")
     def _is_what_the_cloud_knows(self) -> "ObjectTier":
-        if not self.url.lower().startswith("s3:") and (self.region or self.sign_payload):
+        given = [name for name in ("region", "sign_payload") if getattr(self, name)]
+        if given and not self.url.lower().startswith("s3:"):
             raise ConfigError(
-                "region and sign_payload mean something for s3:// only",
-                hint="take them away from a tier at gs:// or az://",
+                f"{' and '.join(given)} of a tier at {url_scheme(self.url)}://: for s3:// only",
+                hint=f"take {' and '.join(given)} away",
             )
         return self
 

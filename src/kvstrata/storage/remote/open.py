@@ -29,7 +29,9 @@ def open_remote(tier: RemoteTier, *, block_bytes: int, memory: HostMapping | Non
             return _valkey(tier, block_bytes)
         case MooncakeTier():
             return _mooncake(tier, block_bytes, memory)
-    raise ConfigError(f"there is no store for a {tier.kind} tier")
+    raise ConfigError(
+        f"there is no store for a {tier.kind} tier", hint="use objects, valkey or mooncake"
+    )
 
 
 def _objects(tier: ObjectTier, block_bytes: int) -> Store:

@@ -4,9 +4,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.errors import FaultCause, TierUnavailable
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, StoreKey
 from kvstrata.storage.remote.mooncake.codes import MASTER_FAULTS, WRONG_LENGTH, fault_of, has_failed
+from kvstrata.storage.remote.mooncake.faults import unavailable
 from kvstrata.storage.remote.mooncake.library import MOST_KEYS, Lane
 from kvstrata.storage.remote.mooncake.rounds import Place
 from kvstrata.storage.remote.mooncake.wire import (
@@ -32,7 +33,7 @@ class Calls:
 
     Every method raises ``TierUnavailable`` at *deadline* at the latest, and where the master fails;
     those that move no values also where all keys fail. ``failures`` counts the values that could
-    not be moved so far.
+    not be moved so far, and ``causes`` says of each why.
     """
 
     def __init__(self, lane: Lane, deadline: float, *, prefix: str, silence_seconds: float) -> None:
@@ -47,6 +48,10 @@ class Calls:
     @property
     def failures(self) -> int:
         return len(self._failed)
+
+    def causes(self) -> list[FaultCause]:
+        stalled = self._is_stalled(self._moving_seconds)
+        return [fault_of([code], stalled=stalled)[0] for code in self._failed]
 
     def fault(self) -> TierUnavailable:
         """Why all of them could not be moved."""
@@ -137,8 +142,11 @@ class Calls:
         return codes
 
     def _fault(self, codes: Sequence[int], seconds: float) -> TierUnavailable:
-        cause, reason = fault_of(codes, stalled=seconds >= self._silence_seconds)
-        return TierUnavailable(f"{self.lane.name}: {reason}", cause=cause)
+        cause, reason = fault_of(codes, stalled=self._is_stalled(seconds))
+        return unavailable(self.lane.name, reason, cause)
+
+    def _is_stalled(self, seconds: float) -> bool:
+        return seconds >= self._silence_seconds
 
     def _names(self, keys: Sequence[StoreKey]) -> list[str]:
         """Of objects: prefix, namespace and block key, so that a namespace can be found."""

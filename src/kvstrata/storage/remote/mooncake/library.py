@@ -13,6 +13,7 @@ import msgspec
 
 from kvstrata.core.errors import ConfigError, InvariantViolated, TierUnavailable
 from kvstrata.storage.mapping import HostMapping
+from kvstrata.storage.remote.mooncake.faults import unavailable
 from kvstrata.storage.remote.mooncake.process import LibraryProcess
 from kvstrata.storage.remote.mooncake.wire import Get, Head, Orders, Piece, Put, Request
 from kvstrata.storage.remote.value import HEADER_BYTES
@@ -26,7 +27,6 @@ _NO_HEADER: Final = bytes(HEADER_BYTES)
 _HEADERS_BYTES: Final = -(-MOST_KEYS * _STRIDE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 _LOAD_SECONDS: Final = 30.0  # to start Python and load the library, on a busy machine
 _PROBE_SECONDS: Final = 0.05
-_HINT: Final = "pip install 'kvstrata[mooncake]', and apt-get install libibverbs1 libnuma1 libcurl4"
 _BUFFERS, _HOST = 0, 1  # ``Piece.memory``
 
 
@@ -126,7 +126,7 @@ class MooncakeLibrary:
             self._process.load(time.monotonic() + _LOAD_SECONDS)
         except TierUnavailable as e:
             self.close()
-            raise ConfigError(str(e), hint=_HINT) from e
+            raise ConfigError(e.args[0], hint=e.hint) from e
 
     @contextmanager
     def lane(self, deadline: float) -> Iterator[Lane]:
@@ -137,7 +137,7 @@ class MooncakeLibrary:
             )
             self._check_open()
             if not self._free:
-                raise TierUnavailable(f"{self.name}: too many calls at a time", cause="timeout")
+                raise unavailable(self.name, "too many calls at a time", "timeout")
             lane = self._free.pop()
         try:
             yield lane
@@ -155,7 +155,7 @@ class MooncakeLibrary:
         if process.master_address is not None and process.ended_by is None:
             return process
         if not self._starting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TierUnavailable(f"{self.name}: does not answer in time", cause="timeout")
+            raise unavailable(self.name, "does not answer in time", "timeout")
         try:
             self._check_open()
             if self._process.ended_by is not None:
@@ -174,10 +174,10 @@ class MooncakeLibrary:
             address = (process.master_address, self._port)
             socket.create_connection(address, _PROBE_SECONDS).close()
         except ConnectionError as e:
-            return TierUnavailable(f"{self.name}: {e.strerror}", cause="unreachable")
+            return unavailable(self.name, e.strerror or str(e), "unreachable")
         except OSError:
             pass  # it is slow, and so is this
-        return TierUnavailable(f"{self.name}: does not answer in time", cause="timeout")
+        return unavailable(self.name, "does not answer in time", "timeout")
 
     def host_piece(self, address: int, length_bytes: int) -> Piece | None:
         """The bytes at *address* of this process, if they are in the host tier."""

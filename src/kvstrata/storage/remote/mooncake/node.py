@@ -32,12 +32,19 @@ class MooncakeNode:
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):
             raise ConfigError(
-                f"the prefix {self.prefix!r} of a Mooncake tier: 1 to 64 letters, digits, . _ or -"
+                f"the prefix {self.prefix!r} of a Mooncake tier",
+                hint="use 1 to 64 letters, digits and any of . _ -",
             )
         if self.protocol not in {"tcp", "rdma"}:
-            raise ConfigError(f"the protocol {self.protocol!r} of a Mooncake tier: tcp or rdma")
+            raise ConfigError(
+                f"the protocol {self.protocol!r} of a Mooncake tier", hint="set tcp or rdma"
+            )
         if self.segment_bytes < 0 or self.buffer_bytes < 1:
-            raise ConfigError("segment_bytes and buffer_bytes of a Mooncake tier: not negative")
+            raise ConfigError(
+                f"segment_bytes {self.segment_bytes} and buffer_bytes {self.buffer_bytes} of a "
+                "Mooncake tier",
+                hint="give a segment_bytes of 0 or more, and a buffer_bytes of 1 or more",
+            )
 
 
 class MasterAddress(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from kvstrata.core.errors import FaultCause, TierUnavailable
+from kvstrata.storage.remote.mooncake.faults import unavailable
 from kvstrata.storage.remote.mooncake.wire import (
     Answer,
     Failed,
@@ -25,6 +26,14 @@ from kvstrata.storage.remote.mooncake.wire import (
 __all__ = ["LibraryProcess", "start_agent"]
 
 _JOIN_SECONDS: Final = 60.0  # RDMA pins the host tier in them
+_INSTALL: Final = (
+    "pip install 'kvstrata[mooncake]', and apt-get install libibverbs1 libnuma1 libcurl4"
+)
+_WAIT: Final = "a busy machine needs longer: try again"
+_REGISTER: Final = "let this process lock the memory (ulimit -l unlimited), or set protocol=tcp"
+_LOOK: Final = (
+    "the next call starts it again; MC_LOG_LEVEL=INFO in the environment shows what it says"
+)
 
 
 def start_agent(orders: Orders) -> tuple["subprocess.Popen[bytes]", socket.socket]:
@@ -73,12 +82,14 @@ class LibraryProcess:
         try:
             news = receive(self._life, Loaded | Failed, deadline)
         except TimeoutError as e:
-            raise self._fault("the library takes too long to load", "timeout") from e
+            reason = "the library takes too long to load"
+            raise unavailable(self._name, reason, "timeout", hint=_WAIT) from e
         except (EOFError, OSError) as e:
-            raise self._gone() from e
+            raise self._gone(_INSTALL) from e
         if isinstance(news, Failed):
             self.kill(news.cause)
-            raise self._fault(f"the library cannot be loaded: {news.message}", news.cause)
+            reason = f"the library cannot be loaded: {news.message}"
+            raise unavailable(self._name, reason, news.cause, hint=_INSTALL)
         self._is_loaded = True
 
     def join(self, deadline: float) -> None:
@@ -96,12 +107,13 @@ class LibraryProcess:
         except TimeoutError as e:
             if time.monotonic() - self.started_at > _JOIN_SECONDS:
                 self.kill("timeout")
-            raise self._fault("does not answer in time", "timeout") from e
+            raise unavailable(self._name, "does not answer in time", "timeout") from e
         except (EOFError, OSError) as e:
             raise self._gone() from e
         if isinstance(answer, Failed):
             self.kill(answer.cause)
-            raise self._fault(answer.message, answer.cause)
+            hint = _REGISTER if answer.cause == "io" else None
+            raise unavailable(self._name, answer.message, answer.cause, hint=hint)
         self.master_address = answer.address
 
     def open_lane(self) -> socket.socket:
@@ -136,13 +148,11 @@ class LibraryProcess:
         if self._joining is not None:
             self._joining.close()
 
-    def _gone(self) -> TierUnavailable:
+    def _gone(self, hint: str = _LOOK) -> TierUnavailable:
         """It is heard no more: make sure that it has ended, and say why."""
         ended_by_us = self.ended_by is not None
         self.kill("unreachable")
         assert self.ended_by is not None
-        reason = "its library was stopped" if ended_by_us else "its library has died"
-        return self._fault(reason, self.ended_by)
-
-    def _fault(self, reason: str, cause: FaultCause) -> TierUnavailable:
-        return TierUnavailable(f"{self._name}: {reason}", cause=cause)
+        if ended_by_us:
+            return unavailable(self._name, "its library was stopped", self.ended_by)
+        return unavailable(self._name, "its library has died", self.ended_by, hint=hint)

@@ -22,7 +22,7 @@ from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.remote.ledger import Ledger
 from kvstrata.storage.remote.mooncake.calls import Calls
-from kvstrata.storage.remote.mooncake.codes import NOT_FOUND
+from kvstrata.storage.remote.mooncake.codes import NOT_FOUND, has_failed
 from kvstrata.storage.remote.mooncake.library import LANES, MooncakeLibrary
 from kvstrata.storage.remote.mooncake.node import (
     MasterAddress,
@@ -40,6 +40,7 @@ __all__ = ["MooncakeNode", "MooncakeStore"]
 _DEFAULT_NODE: Final = MooncakeNode()
 _LOOKS: Final = 3  # at a block that seems damaged: its memory may just have got another one
 _ALMOST: Final = 0.9  # the library's clock is not ours
+_NOT_THERE: Final = frozenset({Write.FULL, Write.FAILED})
 
 
 class MooncakeStore:
@@ -102,6 +103,7 @@ class MooncakeStore:
             if damaged:
                 self._ledger.found_corrupt(len(damaged))
                 self._ledger.removed(len(calls.remove(list(damaged))))
+            self._count_failed(calls)
         return list(fates.values())
 
     def write(
@@ -110,8 +112,8 @@ class MooncakeStore:
         parents: Sequence[StoreKey | None],
         buffers: Sequence[memoryview],
     ) -> list[Write]:
-        """See ``Store``. ``FULL`` is also a block whose node does not answer, and one that another
-        writer has begun to write and not ended: neither is there.
+        """See ``Store``. Blocks whose node does not answer are ``FAILED``. ``FULL`` is also a block
+        that another writer has begun to write and not ended: it is not there.
         """
         check_keys(keys)
         check_keys(parents)
@@ -129,12 +131,13 @@ class MooncakeStore:
                         room[:] = buffers[block].cast("B")
                 codes = calls.put([keys[place.block] for place in places], places)
                 for place, code in zip(places, codes, strict=True):
-                    fates[place.block] = Write.FULL if code else Write.STORED
+                    fates[place.block] = _written(code)
             if missing and calls.failures == len(missing):
                 raise calls.fault()
+            self._count_failed(calls)
         self._ledger.wrote(fates.count(Write.STORED))
         return [
-            Write.FULL if fates[first[key]] is Write.FULL else fate
+            fates[first[key]] if fates[first[key]] in _NOT_THERE else fate
             for key, fate in zip(keys, fates, strict=True)
         ]
 
@@ -171,6 +174,10 @@ class MooncakeStore:
             if self._segment is not None:
                 self._segment.close()
 
+    def _count_failed(self, calls: Calls) -> None:
+        for cause in calls.causes():
+            self._ledger.failed(cause)
+
     @contextmanager
     def _calls(self) -> Iterator[Calls]:
         """For one call of the store, whose time begins now."""
@@ -203,6 +210,12 @@ def _read(
                 value[:] = place.room[: value.nbytes]
             fate = judge_value(header, value)
         yield place.block, fate
+
+
+def _written(code: int) -> Write:
+    if not code:
+        return Write.STORED
+    return Write.FAILED if has_failed(code) else Write.FULL
 
 
 def _damaged(fates: Mapping[int, Read]) -> list[int]:

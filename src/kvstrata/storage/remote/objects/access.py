@@ -108,7 +108,9 @@ def open_client(
             f"{place} needs the package obstore", hint="pip install 'kvstrata[objects]'"
         )
     if not 1 <= access.parallel <= 1024:
-        raise ConfigError(f"parallel is {access.parallel}, not between 1 and 1024")
+        raise ConfigError(
+            f"parallel is {access.parallel}", hint="give a number of requests from 1 to 1024"
+        )
     if access.endpoint is not None and _ENDPOINT.fullmatch(access.endpoint) is None:
         raise ConfigError(
             f"the endpoint of {place} is not understood",
@@ -124,6 +126,8 @@ def open_client(
         if place.scheme == "az":
             return _open_azure(place, access, options, retry)
         return _open_gcs(place, access, options, retry)
+    except ConfigError:
+        raise
     except (BaseError, ValueError) as e:
         # The text may show a value from the environment; the class says what it is about.
         raise ConfigError(
@@ -174,7 +178,10 @@ def _client_options(access: ObjectAccess, timeout_seconds: float) -> "ClientConf
         try:
             options["root_certificate"] = Path(bundle).read_bytes()
         except OSError as e:
-            raise ConfigError(f"AWS_CA_BUNDLE: cannot read {bundle}: {e.strerror}") from e
+            raise ConfigError(
+                f"AWS_CA_BUNDLE: cannot read {bundle}: {e.strerror}",
+                hint="name a file of certificates (PEM) that this user may read, or unset it",
+            ) from e
     return options
 
 
@@ -239,10 +246,15 @@ def _has_profile(environ: Mapping[str, str]) -> bool:
         return True
     if profile:
         raise ConfigError(
-            "AWS_PROFILE is set, and boto3 is not installed", hint="pip install boto3"
+            f"AWS_PROFILE is {profile}, and boto3 is not installed", hint="pip install boto3"
         )
     _log.warning("the credentials in ~/.aws are not used: boto3 is not installed")
     return False
+
+
+def _profile(environ: Mapping[str, str]) -> str:
+    """The name of the profile that boto3 takes."""
+    return environ.get("AWS_DEFAULT_PROFILE") or environ.get("AWS_PROFILE") or "default"
 
 
 def _has_region(config: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
@@ -259,7 +271,10 @@ class _ProfileCredentials:
         try:
             self._session = boto3.Session()
         except BotoCoreError as e:
-            raise ConfigError(f"the AWS profile cannot be used: {type(e).__name__}") from None
+            raise ConfigError(
+                f"the AWS profile {_profile(os.environ)} cannot be used: {type(e).__name__}",
+                hint="check AWS_PROFILE, and the profile in ~/.aws/config and ~/.aws/credentials",
+            ) from None
         self.region = self._session.region_name
 
     def __call__(self) -> "S3Credential":

@@ -46,21 +46,15 @@ _ASKS_FOR_CREDENTIALS: Final = re.compile(
     r"//169\.254\.|/latest/api/token|/latest/meta-data|/computeMetadata/|/oauth2/|//sts\."
     r"|AssumeRole|token request"
 )
-_SIGNS: Final[tuple[tuple[str, FaultCause, str], ...]] = (
-    ("dns error", "name", "its host name is not known"),
-    ("TimedOut", "timeout", "no answer in time"),
-    ("operation timed out", "timeout", "no answer in time"),
-    ("BadScheme", "refused", "its endpoint is http and http is not allowed"),
-    ("invalid peer certificate", "refused", "its certificate is not trusted"),
-    ("InvalidCertificate", "refused", "its certificate is not trusted"),
-    ("Connect", "unreachable", "no connection"),
-    ("ConnectionReset", "unreachable", "the connection was reset"),
-    ("IncompleteMessage", "unreachable", "closed in the middle of an answer"),
-    ("IncompleteBody", "unreachable", "closed in the middle of an answer"),
-    ("error reading a body", "unreachable", "closed in the middle of an answer"),
-    ("error decoding response body", "unreachable", "closed in the middle of an answer"),
-    ("error sending request", "unreachable", "no answer"),
-)
+_HINTS: Final[dict[FaultCause, str]] = {
+    "unreachable": "check that the server runs and that this host may reach it",
+    "timeout": "check the server and the network, or set a longer timeout_seconds",
+    "name": "check the host name in the endpoint or the region, and the resolver",
+    "refused": "check the state and the configuration of the server",
+    "full": "make room, for example with kvstrata gc, or raise the quota",
+}
+_CERTIFICATE_HINT: Final = "name a file with the certificates to trust in AWS_CA_BUNDLE"
+_HTTP_HINT: Final = "write https://, or set AWS_ALLOW_HTTP=true in the environment"
 _CREDENTIALS_HINT: Final = (
     "check the credentials, and that they allow reading, writing, deleting and listing: without "
     "the right to list, S3 answers for a missing object as for a forbidden one"
@@ -71,14 +65,35 @@ _BUCKET_HINT: Final = "make the bucket, or correct its name and region"
 class _Reason(NamedTuple):
     cause: FaultCause
     words: str
-    hint: str | None = None
+    hint: str | None = None  # unset: that of the cause
+
+
+_HTTP: Final = _Reason("refused", "its endpoint is http and http is not allowed", _HTTP_HINT)
+_UNTRUSTED: Final = _Reason("refused", "its certificate is not trusted", _CERTIFICATE_HINT)
+_SIGNS: Final = (
+    ("dns error", _Reason("name", "its host name is not known")),
+    ("TimedOut", _Reason("timeout", "no answer in time")),
+    ("operation timed out", _Reason("timeout", "no answer in time")),
+    ("BadScheme", _HTTP),
+    ("invalid peer certificate", _UNTRUSTED),
+    ("InvalidCertificate", _UNTRUSTED),
+    ("Connect", _Reason("unreachable", "no connection")),
+    ("ConnectionReset", _Reason("unreachable", "the connection was reset")),
+    ("IncompleteMessage", _Reason("unreachable", "closed in the middle of an answer")),
+    ("IncompleteBody", _Reason("unreachable", "closed in the middle of an answer")),
+    ("error reading a body", _Reason("unreachable", "closed in the middle of an answer")),
+    ("error decoding response body", _Reason("unreachable", "closed in the middle of an answer")),
+    ("error sending request", _Reason("unreachable", "no answer")),
+)
 
 
 def as_unavailable(name: str, done: str, fault: BaseException) -> TierUnavailable:
     """The error to raise ``from None`` for *fault*, one of ``FAULTS``, of the store *name*."""
     reason = _reason(fault)
     return TierUnavailable(
-        f"{name} cannot be {done}: {reason.words}", hint=reason.hint, cause=reason.cause
+        f"{name} cannot be {done}: {reason.words}",
+        hint=reason.hint or _HINTS.get(reason.cause),
+        cause=reason.cause,
     )
 
 
@@ -136,9 +151,9 @@ def _refusal(answer: Refused) -> _Reason:
 
 
 def _by_text(text: str) -> _Reason:
-    for sign, cause, words in _SIGNS:
+    for sign, reason in _SIGNS:
         if sign in text:
-            return _Reason(cause, words)
+            return reason
     return _Reason("refused", "an error that is not known")
 
 
@@ -148,7 +163,7 @@ def _of_socket(fault: OSError) -> _Reason:
     if isinstance(fault, socket.gaierror):
         return _Reason("name", "its host name is not known")
     if isinstance(fault, ssl.SSLCertVerificationError):
-        return _Reason("refused", "its certificate is not trusted")
+        return _UNTRUSTED
     if isinstance(fault, ssl.SSLError):
         return _Reason("unreachable", "TLS failed")
     return _Reason("unreachable", fault.strerror or str(fault) or type(fault).__name__)

@@ -178,7 +178,11 @@ class _Collection:
             name = self._names.snapshot(namespace)
             given = Given(name, header, memoryview(value), replaces=True)
             if self._library.write([given], Deadline(_STEP_SECONDS)) != [Write.STORED]:
-                raise TierUnavailable(f"{self._place} has no room for {name}", cause="full")
+                raise TierUnavailable(
+                    f"{self._place} has no room for {name}",
+                    hint="delete blocks with --older-than or --keep, or raise its quota",
+                    cause="full",
+                )
             self._count(snapshots=1)
 
     def _delete_some(self, found: list[Found], left: list[Found]) -> Iterator[Sequence[Found]]:
