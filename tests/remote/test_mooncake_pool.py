@@ -296,6 +296,21 @@ class TestNodes:
         fates = [fetch(store, key(number)) for number in range(24)]
         assert fates == [value(n) if there[n] else Read.MISS for n in range(24)]
 
+    def test_rdma_without_a_device_goes_over_tcp_and_is_warned_of(
+        self,
+        engine: MooncakeEngine,
+        store: MooncakeStore,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr("kvstrata.storage.remote.mooncake.node._RDMA_DEVICES", tmp_path)
+        with closing(engine.open_as(block_bytes=BLOCK_BYTES, protocol="rdma")) as node:
+            assert write(node, 1) == [Write.STORED]
+            assert fetch(node, key(1)) == value(1)
+        assert fetch(store, key(1)) == value(1)
+        assert caplog.text.count("blocks go over TCP") == 1
+
     def test_a_segment_whose_process_dies_comes_back(
         self, engine: MooncakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -1,5 +1,7 @@
 """The address and the settings of a Mooncake tier, and what the codes of the library mean."""
 
+from pathlib import Path
+
 import pytest
 
 from kvstrata.core.errors import ConfigError
@@ -7,6 +9,7 @@ from kvstrata.storage.remote.mooncake.codes import fault_of, has_failed
 from kvstrata.storage.remote.mooncake.node import (
     MasterAddress,
     MooncakeNode,
+    check_devices,
     orders_of,
 )
 
@@ -52,6 +55,28 @@ def test_settings_that_make_no_sense() -> None:
         MooncakeNode(protocol="carrier pigeon")  # type: ignore[arg-type]  # as from a file
     with pytest.raises(ConfigError, match=r"segment_bytes -1[\s\S]*hint: give"):
         MooncakeNode(segment_bytes=-1)
+
+
+def test_rdma_without_a_device_is_said_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = tmp_path / "infiniband"
+    monkeypatch.setattr("kvstrata.storage.remote.mooncake.node._RDMA_DEVICES", devices)
+    rdma = MooncakeNode(protocol="rdma")
+    check_devices(rdma, "mooncake://master:50051")
+    devices.mkdir()
+    check_devices(rdma, "mooncake://master:50051")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "mooncake://master:50051: protocol is rdma" in caplog.text
+    assert "blocks go over TCP. Load the driver" in caplog.text
+    caplog.clear()
+    check_devices(MooncakeNode(protocol="rdma", devices="mlx5_0"), "mooncake://master:50051")
+    assert "it cannot be used. Load the driver" in caplog.text
+    caplog.clear()
+    check_devices(MooncakeNode(), "mooncake://master:50051")
+    (devices / "mlx5_0").mkdir()
+    check_devices(rdma, "mooncake://master:50051")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

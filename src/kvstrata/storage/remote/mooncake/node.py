@@ -1,19 +1,24 @@
 """How this node takes part in a Mooncake pool: the master's address, settings, limits in time."""
 
 import ipaddress
+import logging
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.storage.remote.mooncake.wire import Orders
 
-__all__ = ["MasterAddress", "MooncakeNode", "orders_of", "stalled_seconds"]
+__all__ = ["MasterAddress", "MooncakeNode", "check_devices", "orders_of", "stalled_seconds"]
+
+_log = logging.getLogger(__name__)
 
 _DEFAULT_PORT: Final = 50051  # mooncake_master's own
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 _SLICE_BYTES: Final = 256 << 10  # of one connection: a block goes over several at a time
 
 
@@ -45,6 +50,21 @@ class MooncakeNode:
                 "Mooncake tier",
                 hint="give a segment_bytes of 0 or more, and a buffer_bytes of 1 or more",
             )
+
+
+def check_devices(node: MooncakeNode, name: str) -> None:
+    """Warn where there is to be RDMA and is none: the library goes over TCP, and says nothing.
+
+    If *node* names devices the library cannot join the pool. *name* is that of the store.
+    """
+    if node.protocol == "rdma" and not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
+        _log.warning(
+            "%s: protocol is rdma, and there is no device in %s: %s. Load the driver, give a "
+            "container its devices, or set protocol=tcp",
+            name,
+            _RDMA_DEVICES,
+            "it cannot be used" if node.devices else "blocks go over TCP",
+        )
 
 
 class MasterAddress(NamedTuple):

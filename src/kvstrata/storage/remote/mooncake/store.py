@@ -27,6 +27,7 @@ from kvstrata.storage.remote.mooncake.library import LANES, MooncakeLibrary
 from kvstrata.storage.remote.mooncake.node import (
     MasterAddress,
     MooncakeNode,
+    check_devices,
     orders_of,
     stalled_seconds,
 )
@@ -68,6 +69,7 @@ class MooncakeStore:
         self._timeout_seconds = timeout_seconds
         self._prefix = node.prefix
         self._silence_seconds = _ALMOST * stalled_seconds(timeout_seconds)
+        check_devices(node, self._ledger.name)
         orders = orders_of(address, node, timeout_seconds)
         self._library = MooncakeLibrary(
             self._ledger.name,
