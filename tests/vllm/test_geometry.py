@@ -1,5 +1,6 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
+from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.geometry import (
     DeviceGeometry,
@@ -44,6 +46,7 @@ from kvstrata.integration.vllm.geometry import (
     pages_from_tensors,
 )
 from kvstrata.integration.vllm.reach import Reach
+from kvstrata.integration.vllm.setup import EngineIdentity
 
 WHISPER = {
     "architectures": ["WhisperForConditionalGeneration"],
@@ -81,6 +84,14 @@ DEEPSEEK = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
+
+
+@contextmanager
+def refused(problem: str) -> Iterator[None]:
+    """Within, a ``ConfigError`` is raised that also says what to do."""
+    with pytest.raises(ConfigError, match=problem) as caught:
+        yield
+    assert caught.value.hint
 
 
 def layer(number: int) -> str:
@@ -184,7 +195,7 @@ def test_groups_with_device_blocks_of_different_size(config: VllmConfig) -> None
     geometry = geometry_from_config(config, planned)
     assert (geometry.block_size, geometry.layers) == (64, tuple(layer(i) for i in range(5)))
     assert geometry.rank_bytes(128) == 2 * 2 * 2 * PAGE + 4 * 3 * PAGE
-    with pytest.raises(ConfigError, match="multiple of 64"):
+    with refused("multiple of 64"):
         geometry.rank_bytes(32)
     pages = pages_from_tensors(tensors(planned), geometry, planned)
     assert [[page.shape[1] for page in each] for each in pages] == [[2 * PAGE] * 2, [PAGE] * 3]
@@ -203,7 +214,7 @@ def test_block_that_cannot_be_saved_whole_is_refused(
 ) -> None:
     geometry = DeviceGeometry(1, (GroupGeometry(32, ("a",), (1000,), reach),))
     geometry.check_block(64)
-    with pytest.raises(ConfigError, match=problem):
+    with refused(problem):
         geometry.check_block(tokens)
 
 
@@ -263,12 +274,12 @@ def test_unsupported_kinds_are_named_with_the_way_out(
     config: VllmConfig, spec: Any, kind: str
 ) -> None:
     bare = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)])
-    with pytest.raises(ConfigError, match=rf"{kind}[\s\S]*without the connector"):
+    with refused(rf"{kind}[\s\S]*without the connector"):
         geometry_from_config(config, bare)
 
 
 def test_model_without_a_cache_is_refused(config: VllmConfig) -> None:
-    with pytest.raises(ConfigError, match=r"no KV cache[\s\S]*without the connector"):
+    with refused(r"no KV cache[\s\S]*without the connector"):
         geometry_from_config(config, KVCacheConfig(1, [], []))
 
 
@@ -278,7 +289,7 @@ def test_hidden_and_host_resident_groups_are_refused(config: VllmConfig) -> None
         ({"enable_kv_transfer": False}, "excludes from transfer"),
     ]:
         bare = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], full(), **group_changes)])
-        with pytest.raises(ConfigError, match=problem):
+        with refused(problem):
             geometry_from_config(config, bare)
 
 
@@ -287,9 +298,7 @@ def test_parallelism_within_a_block_is_refused(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(config.parallel_config, name, 2)
-    with pytest.raises(
-        ConfigError, match=rf"{name} = 2: .*tokens of a block[\s\S]*set {name} to 1"
-    ):
+    with refused(rf"{name} = 2: .*tokens of a block[\s\S]*set {name} to 1"):
         geometry_from_config(config, plan(config, group(full())))
 
 
@@ -298,9 +307,7 @@ def test_encoder_decoder_is_refused_by_name(tmp_path: Path, config: VllmConfig) 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(WHISPER))
     whisper = vllm_config(folder, max_model_len=448)
-    with pytest.raises(
-        ConfigError, match=r"whisper' is an encoder-decoder model: .*encoder's input"
-    ):
+    with refused(r"whisper' is an encoder-decoder model: .*encoder's input"):
         geometry_from_config(whisper, plan(config, group(full())))
 
 
@@ -314,7 +321,7 @@ def test_engine_that_cannot_go_on_from_loaded_tokens_is_refused(
     if chunks or caches:
         geometry_from_config(config, planned)
         return
-    with pytest.raises(ConfigError, match="neither chunked prefill nor prefix caching"):
+    with refused("neither chunked prefill nor prefix caching"):
         geometry_from_config(config, planned)
 
 
@@ -328,14 +335,14 @@ def test_mla_on_a_cpu_is_refused_where_vllm_would_ignore_what_was_loaded(
         model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512
     ).create_engine_config()
     assert deepseek.model_config.use_mla
-    with pytest.raises(ConfigError, match=r"neither chunked prefill[\s\S]*without AMX"):
+    with refused(r"neither chunked prefill[\s\S]*without AMX"):
         geometry_from_config(deepseek, plan(config, group(mla())))
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
 def test_layout_with_pages_in_pieces_is_refused(config: VllmConfig, layout: str) -> None:
     planned = plan(config, group(full()), layout=layout)
-    with pytest.raises(ConfigError, match="lies in pieces"):
+    with refused("lies in pieces"):
         geometry_from_config(config, planned)
 
 
@@ -382,14 +389,38 @@ def test_tensors_that_differ_from_the_plan_are_refused(
     geometry = geometry_from_config(config, planned)
     caches = tensors(planned)
     damage(caches)
-    with pytest.raises(ConfigError, match=problem):
+    with refused(problem):
         pages_from_tensors(caches, geometry, planned)
+
+
+def test_layers_that_are_placed_outside_the_groups_are_refused(config: VllmConfig) -> None:
+    planned = plan(config, group(full()))
+    outside = planned.kv_cache_groups[0].layer_names.pop()
+    with refused(f"outside the KV cache groups: \\['{outside}'\\]"):
+        geometry_from_config(config, planned)
+
+
+def test_pages_that_end_beyond_their_memory_are_refused(config: VllmConfig) -> None:
+    planned = plan(config, group(mla(alignment=1000)), layout="LBNHC")
+    caches = tensors(planned)
+    name, cache = caches.popitem()
+    whole = torch.zeros(cache.untyped_storage().nbytes() - 1, dtype=torch.uint8)
+    caches[name] = torch.empty(0, dtype=cache.dtype).set_(
+        whole.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride()
+    )
+    with refused("KV cache ends at byte"):
+        pages_from_tensors(caches, geometry_from_config(config, planned), planned)
+
+
+def test_an_engine_without_a_connector_is_refused(config: VllmConfig) -> None:
+    with refused("without --kv-transfer-config"):
+        EngineIdentity.of(Config(), config, plan(config, group(full())))
 
 
 def test_tensors_of_another_layout_are_refused(config: VllmConfig) -> None:
     planned = plan(config, group(full()), layout="BLHNC")
     other = tensors(plan(config, group(full()), layout="LBHNC"))
-    with pytest.raises(ConfigError, match="planned were"):
+    with refused("planned were"):
         pages_from_tensors(other, geometry_from_config(config, planned), planned)
 
 
@@ -403,5 +434,5 @@ def test_slot_holds_all_ranks_and_is_page_aligned() -> None:
 @pytest.mark.parametrize("tokens", [0, 16, 33, 80])
 def test_block_must_be_whole_device_blocks(tokens: int) -> None:
     geometry = DeviceGeometry(1, (GroupGeometry(32, ("a",), (1000,)),))
-    with pytest.raises(ConfigError, match=r"multiple of 32"):
+    with refused(r"multiple of 32"):
         geometry.rank_bytes(tokens)

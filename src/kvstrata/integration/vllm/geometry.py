@@ -27,11 +27,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.compat import SUPPORTED
 from kvstrata.integration.vllm.reach import UNLIMITED, Reach
 
 __all__ = ["DeviceGeometry", "GroupGeometry", "geometry_from_config", "pages_from_tensors"]
 
 _RUN_WITHOUT: Final = "run vLLM without the connector (drop --kv-transfer-config)"
+_UNKNOWN_PLAN: Final = (
+    f"install a vLLM that KVStrata was tested with ({SUPPORTED}), or {_RUN_WITHOUT}"
+)
 _SLOT_ALIGNMENT_BYTES: Final = 4096
 _SUPPORTED_SPECS: Final = (
     FullAttentionSpec,
@@ -126,7 +130,9 @@ def geometry_from_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     groups = tuple(_group(each, placed) for each in kv_cache_config.kv_cache_groups)
     geometry = DeviceGeometry(kv_cache_config.num_blocks, groups)
     if outside := set(placed) - {*geometry.layers}:
-        raise ConfigError(f"layers are placed outside the KV cache groups: {sorted(outside)}")
+        raise ConfigError(
+            f"layers are placed outside the KV cache groups: {sorted(outside)}", hint=_UNKNOWN_PLAN
+        )
     return geometry
 
 
@@ -160,7 +166,9 @@ def pages_from_tensors(
         pages = []
         for name, page_bytes in zip(group.layers, group.page_bytes, strict=True):
             if name not in kv_caches or name not in placement:
-                raise ConfigError(f"vLLM registered no KV cache for layer {name}")
+                raise ConfigError(
+                    f"vLLM registered no KV cache for layer {name}", hint=_UNKNOWN_PLAN
+                )
             cache = _by_device_block(name, kv_caches[name], geometry.num_blocks)
             _check_cache(name, cache, placement[name], page_bytes)
             offset, block_stride = placement[name]
@@ -296,7 +304,8 @@ def _by_device_block(name: str, cache: torch.Tensor, num_blocks: int) -> torch.T
     """*cache* with device blocks, not kernel blocks, as dim 0."""
     if cache.ndim < 2 or cache.shape[0] == 0 or cache.shape[0] % num_blocks:
         raise ConfigError(
-            f"layer {name}: KV cache of shape {tuple(cache.shape)} for {num_blocks} blocks"
+            f"layer {name}: KV cache of shape {tuple(cache.shape)} for {num_blocks} blocks",
+            hint=_UNKNOWN_PLAN,
         )
     return group_kernel_blocks(cache, num_blocks)
 
@@ -309,19 +318,22 @@ def _check_cache(
     if found != placement:
         raise ConfigError(
             f"layer {name}: KV cache at byte {found[0]} with a stride of {found[1]}, "
-            f"planned were byte {offset} and a stride of {block_stride}"
+            f"planned were byte {offset} and a stride of {block_stride}",
+            hint=_UNKNOWN_PLAN,
         )
     end = offset + (cache.shape[0] - 1) * block_stride + page_bytes
     if end > cache.untyped_storage().nbytes():
         raise ConfigError(
             f"layer {name}: KV cache ends at byte {end} of a storage of "
-            f"{cache.untyped_storage().nbytes()}"
+            f"{cache.untyped_storage().nbytes()}",
+            hint=_UNKNOWN_PLAN,
         )
     run = _contiguous_bytes(cache)
     if run is None or run > page_bytes:
         raise ConfigError(
             f"layer {name}: a device block of shape {tuple(cache.shape[1:])} and strides "
-            f"{cache.stride()[1:]} is not one page of {page_bytes} bytes"
+            f"{cache.stride()[1:]} is not one page of {page_bytes} bytes",
+            hint=f"choose another --attention-backend, or {_RUN_WITHOUT}",
         )
 
 
@@ -346,4 +358,7 @@ def _refuse_uncovered(kv_caches: dict[str, Any], geometry: DeviceGeometry) -> No
     covered = {kv_caches[name].data_ptr() for name in geometry.layers}
     unknown = [name for name, cache in kv_caches.items() if cache.data_ptr() not in covered]
     if unknown:
-        raise ConfigError(f"vLLM registered KV caches that its plan does not place: {unknown}")
+        raise ConfigError(
+            f"vLLM registered KV caches that its plan does not place: {unknown}",
+            hint=_UNKNOWN_PLAN,
+        )

@@ -48,7 +48,10 @@ class EngineIdentity:
         """
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.engine_id is None:
-            raise ConfigError("vLLM was started without --kv-transfer-config")
+            raise ConfigError(
+                "vLLM was started without --kv-transfer-config",
+                hint="start it with kvstrata serve, or give it a --kv-transfer-config",
+            )
         geometry = geometry_from_config(vllm_config, kv_cache_config)
         check_layerwise(config, vllm_config, geometry)
         hash_tokens = tokens_per_hash(vllm_config, kv_cache_config)
