@@ -1,18 +1,21 @@
 """What a package uses of vLLM, read from its source: names it imports, attributes it touches.
 
-Types are followed from annotations, of ours and of vLLM's: through parameters, fields, local names,
-loops and calls. Where nothing is annotated nothing is found; so this finds no attribute too many,
-and hardly one too few.
+Types are followed from annotations, of ours and of vLLM's: through parameters, fields, base classes,
+local names, loops, unpacked tuples and calls. ``getattr`` counts where its name is a literal, or goes
+through literals in a loop. Where nothing is annotated nothing is found; so this finds no attribute too
+many, and hardly one too few.
 """
 
 import ast
+import builtins
 import importlib
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +55,35 @@ class Many:
     each: "Type"
 
 
-Type = Vllm | Ours | Many | None
+@dataclass(frozen=True)
+class Words:
+    """A name that is one of some literals."""
+
+    words: tuple[str, ...]
+
+
+Type = Vllm | Ours | Many | Words | None
 
 
 @dataclass
 class _Class:
     """A class of the package: what its attributes are, and which bases it has."""
 
-    attributes: dict[str, Type] = field(default_factory=dict)
-    bases: list[Vllm] = field(default_factory=list)
+    attributes: dict[str, Type] = field(default_factory=dict)  # those of a named tuple in order
+    bases: list[Vllm | Ours] = field(default_factory=list)
 
 
 class Surface:
-    """``used`` maps each module of vLLM to the dotted names that are used of it."""
+    """What the package in *folder* uses of vLLM."""
 
     def __init__(self, folder: Path, prefix: str = "vllm") -> None:
-        self.used: dict[str, set[str]] = {}
         self.classes: dict[str, _Class] = {}
         self.functions: dict[str, Type] = {}  # of the package's modules: what they return
         self.prefix = prefix
-        files = [_File(self, ast.parse(path.read_text())) for path in sorted(folder.rglob("*.py"))]
+        self._files = {
+            path: _File(self, ast.parse(path.read_text())) for path in sorted(folder.rglob("*.py"))
+        }
+        files = self._files.values()
         for file in files:
             self.classes |= {node.name: _Class() for node in file.class_nodes()}
         for file in files:
@@ -82,24 +94,46 @@ class Surface:
         for file in files:
             file.read_functions()
 
-    def note(self, thing: Any, attribute: str = "") -> None:
-        """*attribute* of *thing* is used, or *thing* itself."""
-        if isinstance(thing, types.ModuleType):
-            if attribute:
-                self.used.setdefault(thing.__name__, set()).add(attribute)
-            return
-        module, name = thing.__module__, thing.__qualname__
-        if module.split(".")[0] == self.prefix:
-            self.used.setdefault(module, set()).add(f"{name}.{attribute}" if attribute else name)
+    @property
+    def paths(self) -> set[Path]:
+        return set(self._files)
+
+    def used(self, paths: Collection[Path] | None = None) -> dict[str, set[str]]:
+        """Module → dotted names in it, used by the files *paths*, or by all."""
+        used: dict[str, set[str]] = {}
+        for path, file in self._files.items():
+            if paths is None or path in paths:
+                for module, names in file.used.items():
+                    used.setdefault(module, set()).update(names)
+        return used
+
+    def lineage(self, name: str) -> "Iterator[_Class]":
+        """The class of the package of that *name*, and those that it is derived from."""
+        known = self.classes[name]
+        yield known
+        for base in known.bases:
+            if isinstance(base, Ours):
+                yield from self.lineage(base.name)
 
 
 class _File:
     def __init__(self, surface: Surface, tree: ast.Module) -> None:
         self.surface = surface
         self.tree = tree
+        self.used: dict[str, set[str]] = {}
         self.names: dict[str, Type] = {}
         for node in ast.walk(tree):
             self._read_import(node)
+
+    def note(self, thing: Any, attribute: str) -> None:
+        """*attribute* of *thing* is used."""
+        if isinstance(thing, types.ModuleType):
+            self.used.setdefault(thing.__name__, set()).add(attribute)
+            return
+        module, name = thing.__module__, thing.__qualname__
+        is_of_every_class = attribute.startswith("__")
+        if module.split(".")[0] == self.surface.prefix and not is_of_every_class:
+            self.used.setdefault(module, set()).add(f"{name}.{attribute}")
 
     def class_nodes(self) -> Iterator[ast.ClassDef]:
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
@@ -108,7 +142,8 @@ class _File:
         for node in self.class_nodes():
             known = self.surface.classes[node.name]
             bases = [self._type_of(base, {}) for base in node.bases]
-            known.bases = [base for base in bases if isinstance(base, Vllm)]
+            bases = [base.each if isinstance(base, Many) else base for base in bases]
+            known.bases = [base for base in bases if isinstance(base, Vllm | Ours)]
             for statement in node.body:
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                     known.attributes[statement.target.id] = self.annotated(statement.annotation)
@@ -145,7 +180,7 @@ class _File:
             assert node.module is not None
             module = importlib.import_module(node.module)
             for alias in node.names:
-                self.surface.used.setdefault(node.module, set()).add(alias.name)
+                self.used.setdefault(node.module, set()).add(alias.name)
                 thing = getattr(module, alias.name)
                 if not isinstance(thing, type | types.ModuleType) and not callable(thing):
                     thing = Named(node.module, alias.name)
@@ -153,9 +188,8 @@ class _File:
 
     def _read_method(self, known: _Class, owner: str, method: ast.FunctionDef) -> None:
         for base in known.bases:
-            is_hook = hasattr(base.thing, method.name) and not method.name.startswith("__")
-            if is_hook and base.thing.__module__.split(".")[0] == self.surface.prefix:
-                self.surface.note(base.thing, method.name)
+            if isinstance(base, Vllm) and hasattr(base.thing, method.name):
+                self.note(base.thing, method.name)
         if method.returns is not None:
             returned = self.annotated(method.returns)
             is_property = any(ast.unparse(d) == "property" for d in method.decorator_list)
@@ -184,26 +218,51 @@ class _File:
         return scope
 
     def _bind(self, node: ast.AST, scope: dict[str, Type]) -> None:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target, value = node.targets[0], node.value
-            if isinstance(target, ast.Name):
-                scope[target.id] = self._type_of(value, scope) or scope.get(target.id)
-            elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                for one, other in zip(target.elts, value.elts, strict=False):
-                    if isinstance(one, ast.Name):
-                        scope[one.id] = self._type_of(other, scope) or scope.get(one.id)
-            elif isinstance(target, ast.Tuple):
-                self._bind_each(target, self._type_of(value, scope), scope)
-        if isinstance(node, ast.NamedExpr):
-            scope[node.target.id] = self._type_of(node.value, scope)
-        if isinstance(node, ast.For | ast.comprehension):
-            found = self._type_of(node.iter, scope)
-            self._bind_each(node.target, found, scope)
+        match node:
+            case ast.Assign(targets=[ast.Name() as target]):
+                scope[target.id] = self._type_of(node.value, scope) or scope.get(target.id)
+            case ast.Assign(targets=[ast.Tuple() as target]):
+                self._bind_unpacked(target, node.value, scope)
+            case ast.AnnAssign(target=ast.Name() as target):
+                scope[target.id] = self.annotated(node.annotation)
+            case ast.NamedExpr():
+                scope[node.target.id] = self._type_of(node.value, scope)
+            case ast.For() | ast.comprehension():
+                self._bind_loop(node.target, node.iter, scope)
 
-    @staticmethod
-    def _bind_each(target: ast.expr, found: Type, scope: dict[str, Type]) -> None:
-        each = found.each if isinstance(found, Many) else None
+    def _bind_unpacked(self, target: ast.Tuple, value: ast.expr, scope: dict[str, Type]) -> None:
+        if isinstance(value, ast.Tuple):
+            for one, other in zip(target.elts, value.elts, strict=False):
+                if isinstance(one, ast.Name):
+                    scope[one.id] = self._type_of(other, scope) or scope.get(one.id)
+            return
+        found = self._type_of(value, scope)
+        if isinstance(found, Ours):
+            self._bind_to(target, found, scope)
+        elif isinstance(found, Many):
+            for one in target.elts:
+                self._bind_to(one, found.each, scope)
+
+    def _bind_loop(self, target: ast.expr, over: ast.expr, scope: dict[str, Type]) -> None:
+        match target, over:
+            case ast.Tuple(), ast.Call(func=ast.Name(id="zip" | "enumerate" as name)):
+                targets = target.elts if name == "zip" else target.elts[1:]
+                for one, other in zip(targets, over.args, strict=False):
+                    self._bind_loop(one, other, scope)
+            case ast.Name(), ast.Tuple() | ast.List() | ast.Set():
+                words = [e.value for e in over.elts if isinstance(e, ast.Constant)]
+                scope.setdefault(target.id, Words(tuple(w for w in words if isinstance(w, str))))
+            case _:
+                found = self._type_of(over, scope)
+                self._bind_to(target, found.each if isinstance(found, Many) else None, scope)
+
+    def _bind_to(self, target: ast.expr, each: Type, scope: dict[str, Type]) -> None:
         if each is None:
+            return
+        if isinstance(target, ast.Tuple) and isinstance(each, Ours):  # a named tuple
+            fields = self.surface.classes[each.name].attributes.values()
+            for one, found in zip(target.elts, fields, strict=False):
+                self._bind_to(one, found, scope)
             return
         for name in ast.walk(target):
             if isinstance(name, ast.Name):
@@ -234,13 +293,7 @@ class _File:
 
     def _attribute(self, owner: Type, name: str) -> Type:
         if isinstance(owner, Ours):
-            known = self.surface.classes[owner.name]
-            if name in known.attributes:
-                return known.attributes[name]
-            for base in known.bases:
-                if has_attribute(base.thing, name):
-                    self.surface.note(base.thing, name)
-            return None
+            return self._inherited(owner, name)
         if isinstance(owner, Many) and name in {"values", "items", "get", "pop"}:
             return Many(owner if name in {"values", "items"} else owner.each)
         if not isinstance(owner, Vllm):
@@ -248,11 +301,20 @@ class _File:
         if owner.is_instance and not has_attribute(owner.thing, name):
             self._note_narrowed(owner.thing, name)
             return None
-        self.surface.note(owner.thing, name)
+        self.note(owner.thing, name)
         if isinstance(owner.thing, types.ModuleType) or not owner.is_instance:
             thing = getattr(owner.thing, name, None)
             return Vllm(thing) if _is_of(thing, self.surface.prefix) else None
         return self._vllm_member(owner.thing, name)
+
+    def _inherited(self, owner: Ours, name: str) -> Type:
+        for known in self.surface.lineage(owner.name):
+            if name in known.attributes:
+                return known.attributes[name]
+            for base in known.bases:
+                if isinstance(base, Vllm) and has_attribute(base.thing, name):
+                    return self._attribute(Vllm(base.thing, is_instance=True), name)
+        return None
 
     def _note_narrowed(self, kind: type, name: str) -> None:
         """*name* is of subclasses of *kind*: those that the file asks for."""
@@ -260,7 +322,7 @@ class _File:
             thing = other.thing if isinstance(other, Vllm) else None
             is_narrower = isinstance(thing, type) and issubclass(thing, kind)
             if is_narrower and has_attribute(thing, name):
-                self.surface.note(thing, name)
+                self.note(thing, name)
 
     def _vllm_member(self, kind: type, name: str) -> Type:
         member = inspect.getattr_static(kind, name, None)
@@ -268,7 +330,8 @@ class _File:
             return self._hinted(_hints(member.fget).get("return"))
         if inspect.isfunction(member):
             return Many(self._hinted(_hints(member).get("return")))
-        return self._hinted(_hints(kind).get(name))
+        given = _hints(vars(kind).get("__init__"))  # what is kept of it mostly keeps its name
+        return self._hinted(_hints(kind).get(name) or given.get(name.lstrip("_")))
 
     def _called(self, node: ast.Call, scope: dict[str, Type]) -> Type:
         if isinstance(node.func, ast.Name) and node.func.id in _ITERATORS | {"iter", "reversed"}:
@@ -278,9 +341,7 @@ class _File:
             return found.each if isinstance(found, Many) else None
         if isinstance(node.func, ast.Name) and node.func.id in {"getattr", "hasattr"}:
             owner, name = node.args[:2]
-            if isinstance(name, ast.Constant):
-                return self._attribute(self._type_of(owner, scope), str(name.value))
-            return None
+            return self._looked_up(owner, name, scope)
         called = self._type_of(node.func, scope)
         if isinstance(called, Many):
             return called.each
@@ -289,6 +350,16 @@ class _File:
         if isinstance(called, Vllm) and inspect.isfunction(called.thing):
             return self._hinted(_hints(called.thing).get("return"))
         return None
+
+    def _looked_up(self, owner: ast.expr, name: ast.expr, scope: dict[str, Type]) -> Type:
+        """What ``getattr`` returns."""
+        if isinstance(name, ast.Constant):
+            return self._attribute(self._type_of(owner, scope), str(name.value))
+        words = self._type_of(name, scope)
+        if not isinstance(words, Words):
+            return None
+        found = [self._attribute(self._type_of(owner, scope), word) for word in words.words]
+        return next((f for f in found if f is not None), None)
 
     def annotated(self, node: ast.expr) -> Type:
         """The type that an annotation of ours says."""
@@ -317,6 +388,8 @@ class _File:
         origin, inside = typing.get_origin(hint), typing.get_args(hint)
         if origin in {typing.Union, types.UnionType}:
             return next((f for f in map(self._hinted, inside) if f is not None), None)
+        if origin is type:
+            return Vllm(inside[0]) if _is_of(inside[0], self.surface.prefix) else None
         if origin in {list, tuple, set, frozenset, dict} or getattr(
             origin, "__module__", ""
         ).startswith("collections"):
@@ -334,12 +407,40 @@ def _hints(thing: Any) -> dict[str, Any]:
     """Annotations of *thing*; those that cannot be resolved are left out."""
     found: dict[str, Any] = {}
     for kind in reversed(thing.__mro__) if isinstance(thing, type) else [thing]:
-        names = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
         for name, hint in getattr(kind, "__annotations__", {}).items():
             try:
                 found[name] = (
-                    eval(hint, {**names}) if isinstance(hint, str) else hint
+                    eval(hint, {}, _names_in(kind.__module__)) if isinstance(hint, str) else hint
                 )  # vLLM's own annotations
-            except (NameError, TypeError, AttributeError):
+            except (NameError, TypeError, AttributeError, ImportError):
                 continue
     return found
+
+
+class _Names(dict[str, Any]):
+    """What annotations of a module can name: also what it imports for their sake alone."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        super().__init__(vars(module))
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        for node in ast.walk(_tree_of(self._module)):
+            if isinstance(node, ast.ImportFrom) and name in {
+                a.asname or a.name for a in node.names
+            }:
+                source = "." * node.level + (node.module or "")
+                return getattr(importlib.import_module(source, self._module.__package__), name)
+        raise KeyError(name)
+
+
+@cache
+def _names_in(module: str) -> dict[str, Any]:
+    return _Names(sys.modules[module]) if module in sys.modules else {}
+
+
+@cache
+def _tree_of(module: types.ModuleType) -> ast.Module:
+    return ast.parse(inspect.getsource(module))

@@ -10,7 +10,7 @@ from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import DEVICE_TOKENS, continuation
 from tests.vllm.faults import Copies
 from tests.vllm.plans import copiers, group, sliding
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.v1.request import RequestStatus
 
 from kvstrata.integration.vllm.at_once import AtOnce
@@ -45,7 +45,7 @@ def test_a_request_runs_in_the_step_that_loads_it(bench: Bench, drafts: int) -> 
 def test_beside_another_connector_requests_are_parked(bench: Bench) -> None:
     """It may park a request on what this step loads, which vLLM would not take back."""
 
-    class Making(MultiConnector):
+    class Making(ExampleConnector):  # whatever vLLM calls the class that makes several
         def __init__(self) -> None:
             self.engine = auto(bench)
 

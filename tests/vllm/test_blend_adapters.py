@@ -2,13 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tests.vllm.blended import blending, whole_blocks
 from tests.vllm.engine import Ask, Engine
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_kinds import MODELS, write_adapter
 
+from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.blend.adapters import check_adapters
 from kvstrata.integration.vllm.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.vllm
@@ -37,3 +42,12 @@ def test_a_request_without_an_adapter_is_blended_beside_those_that_have_one(
             assert answers[ask.id].tokens == right[ask.id].tokens
         subject.exact(adapted[0].prompt)  # which says something else without its adapter
         assert subject.count("requests_total", "blended") == 1
+
+
+def test_an_engine_whose_adapters_are_not_found_is_refused() -> None:
+    model = torch.nn.Module()
+    without: Any = SimpleNamespace(lora_config=None)
+    check_adapters(model, without)
+    adapters: Any = SimpleNamespace(lora_config=object())
+    with pytest.raises(ConfigError, match="its LoRA adapters where KVStrata does not find them"):
+        check_adapters(model, adapters)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,22 @@ from vllm.v1.request import Request
 from kvstrata.cli.diagnosis import VLLM_SUPPORTED
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm import compat
-from kvstrata.integration.vllm.compat import NEWER, SUPPORTED, SURFACE, check_vllm, has_attribute
+from kvstrata.integration.vllm.compat import (
+    BLENDING,
+    HOOKING,
+    NEWER,
+    SUPPORTED,
+    SURFACE,
+    check_vllm,
+    has_attribute,
+)
 
 PACKAGE = Path(compat.__file__).parent
+# What only these files use is in a list of its own.
+BESIDES = [
+    ("BLENDING", BLENDING, {*(PACKAGE / "blend").rglob("*.py")}),
+    ("HOOKING", HOOKING, {PACKAGE / "hooks.py", PACKAGE / "direct.py"}),
+]
 
 
 def dotted(surface: compat.Surface) -> set[str]:
@@ -29,9 +43,9 @@ def dotted(surface: compat.Surface) -> set[str]:
     return listed
 
 
-def used_by(folder: Path) -> set[str]:
+def used_by(surface: Surface, paths: Collection[Path]) -> set[str]:
     used = set()
-    for module, names in Surface(folder).used.items():
+    for module, names in surface.used(paths).items():
         for name in names:
             owner, _, attribute = name.partition(".")
             used |= {f"{module}.{owner}", f"{module}.{owner}.{attribute}".rstrip(".")}
@@ -39,13 +53,25 @@ def used_by(folder: Path) -> set[str]:
 
 
 def test_list_has_all_that_the_package_uses_of_vllm_and_nothing_else() -> None:
-    listed, used = dotted(SURFACE) | dotted(NEWER), used_by(PACKAGE)
+    package = Surface(PACKAGE)
+    elsewhere = package.paths.difference(*(paths for _, _, paths in BESIDES))
+    listed, used = dotted(SURFACE) | dotted(NEWER), used_by(package, elsewhere)
     assert used - listed == set(), "add these to SURFACE in compat.py"
-    assert listed - used == set(), "nothing uses these: drop them from compat.py"
+    assert listed - used == set(), "nothing uses these: drop them from SURFACE in compat.py"
+    for name, besides, paths in BESIDES:
+        there, used_there = dotted(besides), used_by(package, paths)
+        assert used_there - listed - there == set(), f"add these to {name} in compat.py"
+        assert there - used_there == set(), f"nothing uses these: drop them from {name}"
+        twice = {
+            each for each in there & listed if not any(o.startswith(f"{each}.") for o in there)
+        }
+        assert twice == set(), f"SURFACE has these: drop them from {name}"
 
 
 def test_this_vllm_lacks_nothing() -> None:
     check_vllm()
+    for _, besides, _ in BESIDES:
+        check_vllm(besides)
 
 
 def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,20 +129,37 @@ def test_missing_modules_and_names_are_named(monkeypatch: pytest.MonkeyPatch) ->
         check_vllm()
 
 
+def run(program: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300
+    )
+
+
 def test_a_vllm_without_a_name_is_refused_before_the_name_is_imported() -> None:
-    program = (
+    done = run(
         "from vllm.distributed.kv_transfer.kv_connector.v1 import base\n"
         "del base.KVConnectorTransferResults\n"
         "import kvstrata.integration.vllm.connector\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300
     )
     assert "kvstrata.core.errors.ConfigError: vLLM" in done.stderr
     assert "lacks vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults" in (
         done.stderr
     )
     assert "ImportError" not in done.stderr
+
+
+def test_a_vllm_that_lacks_what_blending_needs_runs_without_blending() -> None:
+    done = run(
+        "import vllm.lora.model_manager as lora\n"
+        "del lora.LoRAModelManager.set_adapter_mapping\n"
+        "import kvstrata.integration.vllm.connector\n"
+        "import kvstrata.integration.vllm.direct\n"
+        "print('these go on')\n"
+        "import kvstrata.integration.vllm.blend.connector\n"
+    )
+    assert done.stdout.splitlines()[-1:] == ["these go on"]
+    assert "lacks LoRAModelManager.set_adapter_mapping" in done.stderr
+    assert "or set kv_connector to KVStrataConnector" in done.stderr
 
 
 def test_attributes_are_found_wherever_a_class_keeps_them() -> None:
@@ -138,7 +181,7 @@ def test_use_is_seen_through_annotations_loops_and_calls(tmp_path: Path) -> None
         "        names = [n for g in self._plan.kv_cache_groups for n in g.layer_names]\n"
         "        return self._cache.block_size, names, getattr(self._plan, 'num_blocks', 0)\n"
     )
-    assert Surface(tmp_path).used == {
+    assert Surface(tmp_path).used() == {
         "vllm.config": {"VllmConfig"},
         "vllm.config.vllm": {"VllmConfig.cache_config"},
         "vllm.config.cache": {"CacheConfig.block_size"},
@@ -148,6 +191,40 @@ def test_use_is_seen_through_annotations_loops_and_calls(tmp_path: Path) -> None
             "KVCacheConfig.num_blocks",
             "KVCacheGroupSpec.layer_names",
         },
+    }
+
+
+def test_use_is_seen_through_base_classes_tuples_and_literal_names(tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text(
+        "from typing import NamedTuple\n"
+        "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1\n"
+        "from vllm.v1.request import Request\n"
+        "class Standing(NamedTuple):\n"
+        "    request: Request\n"
+        "    first: int\n"
+        "class One(KVConnectorBase_V1):\n"
+        "    pass\n"
+        "class Other(One):\n"
+        "    def look(self, standing: list[Standing], numbers: list[int]):\n"
+        "        model, parallel = None, self._vllm_config.parallel_config\n"
+        "        for name in ('world_size', 'tensor_parallel_size'):\n"
+        "            getattr(parallel, name)\n"
+        "        for (request, first), number in zip(standing, numbers):\n"
+        "            model, lora = request.status, request.lora_request\n"
+        "            lora.adapter_id\n"
+    )
+    assert Surface(tmp_path).used() == {
+        "vllm.config.parallel": {
+            "ParallelConfig.tensor_parallel_size",
+            "ParallelConfig.world_size",
+        },
+        "vllm.config.vllm": {"VllmConfig.parallel_config"},
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+            "KVConnectorBase_V1",
+            "KVConnectorBase_V1._vllm_config",
+        },
+        "vllm.lora.request": {"LoRARequest.adapter_id"},
+        "vllm.v1.request": {"Request", "Request.lora_request", "Request.status"},
     }
 
 

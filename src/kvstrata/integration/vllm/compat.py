@@ -13,17 +13,17 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from math import gcd
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 from packaging.specifiers import SpecifierSet
-from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -49,11 +49,12 @@ except ImportError:  # before 0.31, whose block hashes take the keys as the even
 _log = logging.getLogger(__name__)
 
 __all__ = [
+    "BLENDING",
+    "HOOKING",
     "NEWER",
     "SUPPORTED",
     "SURFACE",
     "CacheHitSource",
-    "check_attention",
     "check_vllm",
     "has_attribute",
     "kv_tp_replicas",
@@ -67,29 +68,21 @@ SUPPORTED: Final = ">=0.30,<0.33"
 # Module → name in it → attributes of that, or of its instances.
 Surface = dict[str, dict[str, str]]
 
-# What no supported version lacks.
+# What every connector needs, and no supported version lacks.
 SURFACE: Final[Surface] = {
     "vllm": {
         "__version__": "",
     },
     "vllm.config": {
-        "CUDAGraphMode": "",
-        "CompilationMode": "",
         "LoadConfig": "",
         "ModelConfig": "",
         "VllmConfig": "",
-        "get_layers_from_vllm_config": "",
     },
     "vllm.config.attention": {
         "AttentionConfig": "backend",
     },
     "vllm.config.cache": {
         "CacheConfig": "cache_dtype enable_prefix_caching kv_cache_layout prefix_caching_hash_algo",
-    },
-    "vllm.config.compilation": {
-        "CUDAGraphMode": "NONE",
-        "CompilationConfig": "cudagraph_mode mode static_forward_context",
-        "CompilationMode": "NONE",
     },
     "vllm.config.device": {
         "DeviceConfig": "device_type",
@@ -108,26 +101,27 @@ SURFACE: Final[Surface] = {
     },
     "vllm.config.model": {
         "ModelConfig": (
-            "dtype get_total_num_hidden_layers hf_config is_encoder_decoder is_multimodal_model "
-            "max_model_len model model_weights quantization quantization_config revision seed"
+            "dtype get_total_num_hidden_layers hf_config is_encoder_decoder max_model_len model "
+            "model_weights quantization quantization_config revision seed"
         ),
     },
     "vllm.config.parallel": {
         "ParallelConfig": (
-            "data_parallel_size pipeline_parallel_size tensor_parallel_size world_size"
+            "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
+            "tensor_parallel_size world_size"
         ),
     },
     "vllm.config.scheduler": {
-        "SchedulerConfig": "async_scheduling enable_chunked_prefill max_num_batched_tokens",
+        "SchedulerConfig": "async_scheduling enable_chunked_prefill",
     },
     "vllm.config.speculative": {
         "SpeculativeConfig": "draft_load_config draft_model_config method",
     },
     "vllm.config.vllm": {
         "VllmConfig": (
-            "attention_config cache_config compilation_config device_config kv_events_config "
-            "kv_transfer_config load_config model_config parallel_config scheduler_config "
-            "speculative_config use_v2_model_runner"
+            "attention_config cache_config device_config kv_events_config kv_transfer_config "
+            "load_config model_config parallel_config scheduler_config speculative_config "
+            "use_v2_model_runner"
         ),
     },
     "vllm.distributed.kv_events": {
@@ -163,7 +157,7 @@ SURFACE: Final[Surface] = {
         "KVConnectorStats": "aggregate data is_empty reduce reset",
     },
     "vllm.distributed.parallel_state": {
-        "GroupCoordinator": "cpu_group rank_in_group world_size",
+        "GroupCoordinator": "rank_in_group",
         "get_pp_group": "",
         "get_tp_group": "",
     },
@@ -172,19 +166,9 @@ SURFACE: Final[Surface] = {
     },
     "vllm.forward_context": {
         "ForwardContext": "",
-        "set_forward_context": "",
     },
-    "vllm.lora.layers": {
-        "LoRAMapping": "",
-    },
-    "vllm.lora.model_manager": {
-        "LoRAModelManager": "_last_mapping set_adapter_mapping",
-    },
-    "vllm.model_executor.layers.attention": {
-        "Attention": "",
-    },
-    "vllm.model_executor.layers.attention.attention": {
-        "Attention": "forward",
+    "vllm.lora.request": {
+        "LoRARequest": "adapter_id name",
     },
     "vllm.platforms": {
         "current_platform": "device_type get_cpu_architecture get_device_capability is_cpu",
@@ -194,23 +178,19 @@ SURFACE: Final[Surface] = {
     },
     "vllm.v1.attention.backend": {
         "AttentionMetadata": "",
-        "CommonAttentionMetadata": "",
     },
     "vllm.v1.attention.backends.cpu_attn": {
         "_get_attn_isa": "",
     },
     "vllm.v1.core.block_pool": {
-        "BlockPool": (
-            "blocks evict_blocks free_blocks get_cached_block get_new_blocks get_num_free_blocks "
-            "touch"
-        ),
+        "BlockPool": "blocks evict_blocks free_blocks get_cached_block touch",
     },
     "vllm.v1.core.kv_cache_manager": {
         "KVCacheBlocks": "get_block_ids",
     },
     "vllm.v1.core.kv_cache_utils": {
         "BlockHash": "",
-        "KVCacheBlock": "block_id",
+        "KVCacheBlock": "",
         "generate_block_hash_extra_keys": "",
         "hash_block_tokens": "",
         "init_none_hash": "",
@@ -248,12 +228,100 @@ SURFACE: Final[Surface] = {
     },
     "vllm.v1.request": {
         "Request": (
-            "all_token_ids block_hashes cache_salt kv_transfer_params lora_request mm_features "
-            "num_computed_tokens num_in_flight_tokens num_prompt_tokens num_tokens prompt_embeds "
-            "prompt_token_ids request_id skip_reading_prefix_cache trace_headers "
-            "update_block_hashes"
+            "all_token_ids block_hashes cache_salt kv_transfer_params lora_request "
+            "num_computed_tokens num_in_flight_tokens num_prompt_tokens num_tokens request_id "
+            "skip_reading_prefix_cache status trace_headers update_block_hashes"
         ),
         "RequestStatus": "RUNNING WAITING_FOR_REMOTE_KVS",
+    },
+}
+# What ``BlendConnector`` needs besides, and no supported version lacks.
+BLENDING: Final[Surface] = {
+    "vllm.config.compilation": {
+        "CompilationConfig": "static_forward_context",
+    },
+    "vllm.config.model": {
+        "ModelConfig": "get_vocab_size is_multimodal_model",
+    },
+    "vllm.config.parallel": {
+        "ParallelConfig": "data_parallel_size",
+    },
+    "vllm.config.scheduler": {
+        "SchedulerConfig": "max_num_batched_tokens",
+    },
+    "vllm.config.vllm": {
+        "VllmConfig": "compilation_config lora_config",
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": "_kv_cache_config _vllm_config",
+    },
+    "vllm.distributed.parallel_state": {
+        "GroupCoordinator": "cpu_group world_size",
+    },
+    "vllm.forward_context": {
+        "set_forward_context": "",
+    },
+    "vllm.lora.layers": {
+        "LoRAMapping": "",
+    },
+    "vllm.lora.model_manager": {
+        "LoRAModelManager": "_last_mapping set_adapter_mapping",
+    },
+    "vllm.model_executor.layers.attention": {
+        "Attention": "",
+    },
+    "vllm.model_executor.layers.attention.attention": {
+        "Attention": (
+            "attn_backend dtype get_attn_backend head_size impl kv_cache kv_cache_dtype "
+            "layer_name num_kv_heads query_quant sliding_window"
+        ),
+    },
+    "vllm.model_executor.layers.rotary_embedding.base": {
+        "RotaryEmbeddingBase": "is_neox_style rotary_dim",
+    },
+    "vllm.model_executor.models.interfaces_base": {
+        "VllmModelForTextGeneration": "compute_logits",
+    },
+    "vllm.v1.attention.backend": {
+        "AttentionBackend": "forward_includes_kv_cache_update get_builder_cls",
+        "AttentionImpl": "scale",
+        "AttentionLayer": "_k_scale_float _v_scale_float",
+        "AttentionMetadataBuilder": "build",
+        "CommonAttentionMetadata": "",
+    },
+    "vllm.v1.core.block_pool": {
+        "BlockPool": "get_new_blocks get_num_free_blocks",
+    },
+    "vllm.v1.core.kv_cache_utils": {
+        "KVCacheBlock": "block_id",
+    },
+    "vllm.v1.request": {
+        "Request": "mm_features prompt_embeds prompt_token_ids",
+    },
+}
+# What ``DirectConnector`` needs besides, and no supported version lacks.
+HOOKING: Final[Surface] = {
+    "vllm.config": {
+        "CUDAGraphMode": "",
+        "CompilationMode": "",
+        "get_layers_from_vllm_config": "",
+    },
+    "vllm.config.compilation": {
+        "CUDAGraphMode": "NONE",
+        "CompilationConfig": "cudagraph_mode mode",
+        "CompilationMode": "NONE",
+    },
+    "vllm.config.vllm": {
+        "VllmConfig": "compilation_config",
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": "_vllm_config",
+    },
+    "vllm.model_executor.layers.attention": {
+        "Attention": "",
+    },
+    "vllm.model_executor.layers.attention.attention": {
+        "Attention": "forward head_size head_size_v num_heads num_kv_heads",
     },
 }
 # What older ones lack, and KVStrata can do without.
@@ -273,13 +341,18 @@ NEWER: Final[Surface] = {
 }
 
 
-def check_vllm() -> None:
-    """Raises ``ConfigError`` naming what this vLLM lacks; warns once of what it can do without."""
-    missing = sorted(_missing(SURFACE))
-    if missing:
+def check_vllm(besides: Surface | None = None) -> None:
+    """Raises ``ConfigError`` naming what this vLLM lacks; warns once of what it can do without.
+
+    *besides*: what the connector that asks needs, and ``KVStrataConnector`` does not.
+    """
+    remedy = f"install vLLM {SUPPORTED}"
+    if missing := sorted(_missing(SURFACE)):
+        raise ConfigError(f"vLLM {vllm.__version__} lacks {', '.join(missing)}", hint=remedy)
+    if missing := sorted(_missing(besides or {})):
         raise ConfigError(
             f"vLLM {vllm.__version__} lacks {', '.join(missing)}",
-            hint=f"install vLLM {SUPPORTED}",
+            hint=f"{remedy}, or set kv_connector to KVStrataConnector",
         )
     _warn_of_version()
 
@@ -305,30 +378,22 @@ def _warn_of_version() -> None:
         )
 
 
-def check_attention() -> None:
-    """Raises ``ConfigError`` if attention layers are not called as the hooks expect."""
-    names = tuple(inspect.signature(Attention.forward).parameters)
-    if names != ("self", "query", "key", "value", "output_shape", "output_dtype"):
-        raise ConfigError(
-            f"vLLM {vllm.__version__} calls its attention layers with {', '.join(names[1:])}",
-            hint=f"install vLLM {SUPPORTED}, or take attention_hook away",
-        )
-
-
-def tokens_per_hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+def tokens_per_hash(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
     """Tokens for which a request has one block hash; before 0.32 the plan does not say."""
     if hasattr(kv_cache_config, "hash_block_size"):
         sizes = (group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
         return int(kv_cache_config.hash_block_size or gcd(*sizes))
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # once it is known to be
+
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def kv_tp_replicas(kv_cache_config: KVCacheConfig) -> int:
+def kv_tp_replicas(kv_cache_config: "KVCacheConfig") -> int:
     """Consecutive ranks that hold the same KV; before 0.31 vLLM makes no such plan."""
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
 
 
-def placeholders(output: SchedulerOutput, request_id: str) -> int:
+def placeholders(output: "SchedulerOutput", request_id: str) -> int:
     """Tokens of *request_id* that a step counts and nobody has sampled yet; 0: not told.
 
     No version tells up to 0.32. One that does may count this step's as well: then the last

@@ -1,14 +1,16 @@
 """``DirectConnector``: the connector with an attention hook in it, for people who build their own."""
 
-from kvstrata.integration.vllm.compat import check_attention, check_vllm
+from kvstrata.integration.vllm.compat import HOOKING, SUPPORTED, check_vllm
 
-check_vllm()  # before anything is imported that this vLLM may lack
+check_vllm(HOOKING)  # before anything is imported that this vLLM may lack
 
+import inspect
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -53,7 +55,7 @@ class DirectConnector(KVStrataConnector):
         kind = self.hook_class(config)
         if kind is None:
             return None
-        check_attention()
+        _refuse_other_calls()
         _refuse_compiled(vllm_config)
         if config.load_mode == "layerwise":
             raise ConfigError(
@@ -139,6 +141,16 @@ class DirectConnector(KVStrataConnector):
         if self._layers is not None:
             self._layers.remove()
         super().shutdown()
+
+
+def _refuse_other_calls() -> None:
+    """Attention layers must be called as the hooks expect."""
+    names = tuple(inspect.signature(Attention.forward).parameters)
+    if names != ("self", "query", "key", "value", "output_shape", "output_dtype"):
+        raise ConfigError(
+            f"vLLM {vllm.__version__} calls its attention layers with {', '.join(names[1:])}",
+            hint=f"install vLLM {SUPPORTED}, or take attention_hook away",
+        )
 
 
 def _refuse_compiled(vllm_config: VllmConfig) -> None:

@@ -16,6 +16,7 @@ import torch
 from kvstrata.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.core.sched.output import SchedulerOutput
 
 __all__ = ["AttentionHook", "HookedLayers", "load_hook"]
@@ -137,7 +138,7 @@ class HookedLayers:
         self._handles = []
 
     def _before(
-        self, name: str, layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+        self, name: str, layer: "Attention", arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
         if not self._runs:
             return None
@@ -157,7 +158,7 @@ class HookedLayers:
         return (), call
 
     def _after(
-        self, name: str, layer: Any, arguments: tuple[Any, ...], output: torch.Tensor
+        self, name: str, layer: "Attention", arguments: tuple[Any, ...], output: torch.Tensor
     ) -> torch.Tensor | None:
         if not self._runs:
             return None

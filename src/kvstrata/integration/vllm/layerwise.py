@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Final, NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import Request, RequestStatus
 
 from kvstrata.core.config import Config
@@ -87,17 +88,18 @@ def obstacle_to_taking_back(vllm_config: VllmConfig, geometry: DeviceGeometry) -
 
 
 def _has_siblings() -> bool:
-    """Whether vLLM's ``MultiConnector`` is making this connector right now: it tells no child.
+    """Whether another connector is making this one right now: ``MultiConnector`` tells no child.
 
     vLLM takes back only requests that run, and not those that wait on the same device blocks.
     """
+    connectors = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        kinds = type(frame.f_locals.get("self")).__mro__
-        if any(kind.__name__ == "MultiConnector" for kind in kinds):
-            return True
+        caller = frame.f_locals.get("self")
+        if KVConnectorBase_V1 in type(caller).__mro__:
+            connectors.add(id(caller))
         frame = frame.f_back
-    return False
+    return len(connectors) > 1
 
 
 class LayerLoad:

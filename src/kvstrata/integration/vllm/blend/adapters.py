@@ -8,12 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from vllm.config import VllmConfig
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.model_manager import LoRAModelManager
 
-__all__ = ["without_adapters"]
+from kvstrata.core.errors import ConfigError
+
+__all__ = ["check_adapters", "without_adapters"]
 
 _NO_ADAPTER = 0
+
+
+def check_adapters(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    """Raises ``ConfigError`` if *model* serves adapters and could not be run without them."""
+    if vllm_config.lora_config is not None and _adapters_of(model) is None:
+        raise ConfigError(
+            "this vLLM keeps its LoRA adapters where KVStrata does not find them",
+            hint="start vLLM without --enable-lora, or set kv_connector to KVStrataConnector",
+        )
 
 
 @contextmanager

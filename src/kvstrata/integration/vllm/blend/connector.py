@@ -1,8 +1,8 @@
 """``BlendConnector``: the connector that also reuses KV of tokens that stand elsewhere."""
 
-from kvstrata.integration.vllm.compat import check_vllm
+from kvstrata.integration.vllm.compat import BLENDING, check_vllm
 
-check_vllm()  # before anything is imported that this vLLM may lack
+check_vllm(BLENDING)  # before anything is imported that this vLLM may lack
 
 import logging
 from functools import partial
@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.config import Config
+from kvstrata.integration.vllm.blend.adapters import check_adapters
 from kvstrata.integration.vllm.blend.gate import check_model
 from kvstrata.integration.vllm.blend.gathered import GatheredAttention
 from kvstrata.integration.vllm.blend.layers import token_pages
@@ -43,6 +44,7 @@ from kvstrata.integration.vllm.scheduler import SchedulerHalf
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
+    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.request import Request
 
 __all__ = ["BlendConnector"]
@@ -132,8 +134,9 @@ class BlendConnector(KVStrataConnector):
         (group,) = half.geometry.groups
         (pages,) = pages_from_tensors(kv_caches, half.geometry, self._kv_cache_config)
         context = self._vllm_config.compilation_config.static_forward_context
-        attention = {name: context[name] for name in group.layers}
+        attention: dict[str, Attention] = {name: context[name] for name in group.layers}
         model = calling_model(attention)
+        check_adapters(model, self._vllm_config)
         layers = {
             name: token_pages(layer, page, NULL_BLOCK, group.block_size)
             for (name, layer), page in zip(attention.items(), pages, strict=True)

@@ -7,13 +7,17 @@ cut or rounded to the nearest, each is kept as that one.
 """
 
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["FLOAT8", "Elements", "elements_of"]
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionLayer
+
+__all__ = ["FLOAT8", "Elements", "elements_of", "scales_of"]
 
 FLOAT8: Final = {
     "fp8": torch.float8_e4m3fn,
@@ -78,8 +82,8 @@ class _Float8:
         return (beyond * scale).to(self._written)
 
 
-def elements_of(attention: Any) -> Elements:
-    """Raises ``ConfigError`` if the cache of *attention*, a layer of vLLM's, is of another kind."""
+def elements_of(attention: "Attention") -> Elements:
+    """Raises ``ConfigError`` if the cache of *attention* is of another kind."""
     name = attention.kv_cache_dtype
     if name in FLOAT8:
         return _Float8(FLOAT8[name], attention.dtype)
@@ -89,6 +93,11 @@ def elements_of(attention: Any) -> Elements:
         f"the KV cache of layer {attention.layer_name} is quantised ({name})",
         hint=f"blending needs a kv_cache_dtype of auto, {', '.join(FLOAT8)}",
     )
+
+
+def scales_of(attention: "AttentionLayer") -> tuple[float, float]:
+    """Of its keys and values."""
+    return attention._k_scale_float, attention._v_scale_float
 
 
 @cache

@@ -7,13 +7,16 @@ the queries of one attention, each of which sees the KV up to its own position.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.pages import Queries, TokenPages
 from kvstrata.integration.vllm.blend.taps import AttentionTaps
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 __all__ = ["GatheredAttention"]
 
@@ -27,7 +30,7 @@ _UNKNOWN: Final = {
 
 class GatheredAttention:
     def __init__(
-        self, attention: Sequence[Any], pages: Sequence[TokenPages], taps: AttentionTaps
+        self, attention: Sequence["Attention"], pages: Sequence[TokenPages], taps: AttentionTaps
     ) -> None:
         """All of the same layers, in the same order.
 
@@ -55,7 +58,7 @@ class GatheredAttention:
             yield
 
 
-def _check(layer: Any) -> None:
+def _check(layer: "Attention") -> None:
     also = [what for name, what in _UNKNOWN.items() if _is_set(getattr(layer.impl, name, None))]
     if getattr(layer, "query_quant", None) is not None:
         also.append("quantises its queries")

@@ -2,16 +2,19 @@
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvstrata.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
 __all__ = ["calling_model"]
 
 
-def calling_model(attention: dict[str, Any]) -> torch.nn.Module:
+def calling_model(attention: "dict[str, Attention]") -> torch.nn.Module:
     """The model whose runner is calling ``register_kv_caches`` right now.
 
     vLLM hands connectors the KV caches and no model; but its model runner is one of the callers
@@ -45,6 +48,6 @@ def _unwrapped(model: object) -> torch.nn.Module | None:
     return model
 
 
-def _has(model: torch.nn.Module, attention: dict[str, Any]) -> bool:
+def _has(model: torch.nn.Module, attention: "dict[str, Attention]") -> bool:
     modules = {id(module) for module in model.modules()}
     return all(id(layer) in modules for layer in attention.values())

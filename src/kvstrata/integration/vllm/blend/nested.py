@@ -11,7 +11,7 @@ of the engine.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
@@ -22,6 +22,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvstrata.integration.vllm.blend.adapters import without_adapters
 from kvstrata.integration.vllm.blend.gathered import GatheredAttention
 from kvstrata.integration.vllm.blend.pages import Queries
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 __all__ = ["NestedForward", "Part"]
 
@@ -59,14 +64,14 @@ class NestedForward:
         """
         (group,) = kv_cache_config.kv_cache_groups
         context = vllm_config.compilation_config.static_forward_context
-        backend = context[group.layer_names[0]].get_attn_backend()
-        self._model: Any = model
+        layer: Attention = context[group.layer_names[0]]
+        self._model: VllmModelForTextGeneration = model
         self._vllm_config = vllm_config
         self._device = device
         self._gathered = gathered
         self._layers = group.layer_names
         self._block_size = group.kv_cache_spec.block_size
-        self._builder: Any = backend.get_builder_cls()(
+        self._builder: AttentionMetadataBuilder = layer.get_attn_backend().get_builder_cls()(
             group.kv_cache_spec, group.layer_names, vllm_config, device
         )
 

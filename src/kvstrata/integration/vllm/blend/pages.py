@@ -7,16 +7,19 @@ where they turn up is where the elements lie: this works for every layout that o
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from kvstrata.blend.attention import attend_by_position
 from kvstrata.blend.position import PositionCorrector
 from kvstrata.core.errors import ConfigError
-from kvstrata.integration.vllm.blend.elements import elements_of
+from kvstrata.integration.vllm.blend.elements import elements_of, scales_of
 from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.reach import Reach
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 __all__ = ["PageMap", "Queries", "TokenPages", "learn_page_map"]
 
@@ -52,7 +55,7 @@ class TokenPages:
     given to be read or written may be on another device than the cache.
     """
 
-    def __init__(self, attention: Any, pages: torch.Tensor, page_map: PageMap) -> None:
+    def __init__(self, attention: "Attention", pages: torch.Tensor, page_map: PageMap) -> None:
         """*pages*: uint8 (device blocks, page bytes), the memory of the layer's cache."""
         self._attention = attention
         self._elements = elements_of(attention)
@@ -121,26 +124,29 @@ class TokenPages:
 
     def _keys_of(self, pages: torch.Tensor) -> torch.Tensor:
         kept = pages.view(self._elements.page_type).index_select(1, self._keys).view(self._shape)
-        return self._elements.read(kept, self._attention._k_scale_float)
+        return self._elements.read(kept, scales_of(self._attention)[0])
 
     def _values_of(self, pages: torch.Tensor) -> torch.Tensor:
         kept = pages.view(self._elements.page_type).index_select(1, self._values).view(self._shape)
-        return self._elements.read(kept, self._attention._v_scale_float)
+        return self._elements.read(kept, scales_of(self._attention)[1])
 
 
-def _write(attention: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+def _write(
+    attention: "Attention", keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
     elements = elements_of(attention)
+    key_scale, value_scale = scales_of(attention)
     attention.impl.do_kv_cache_update(
         attention,
-        elements.to_write(keys, attention._k_scale_float).contiguous(),
-        elements.to_write(values, attention._v_scale_float).contiguous(),
+        elements.to_write(keys, key_scale).contiguous(),
+        elements.to_write(values, value_scale).contiguous(),
         attention.kv_cache,
         slots,
     )
 
 
 def learn_page_map(
-    attention: torch.nn.Module, pages: torch.Tensor, scratch_block: int, block_size: int
+    attention: "Attention", pages: torch.Tensor, scratch_block: int, block_size: int
 ) -> PageMap:
     """Write numbers to *scratch_block* of *attention*'s cache and look where they are.
 
@@ -148,25 +154,29 @@ def learn_page_map(
         pages: uint8 (device blocks, page bytes), the memory of that cache.
 
     Raises:
-        ConfigError: The backend does more than move elements, and quantise them as is known, or
-            moves them within its attention, before which nobody could stop.
+        ConfigError: The backend has no writer, or one that does more than move elements, and
+            quantise them as is known, or moves them within its attention, before which nobody
+            could stop.
     """
-    layer: Any = attention
-    if layer.attn_backend.forward_includes_kv_cache_update:
+    backend = attention.attn_backend
+    if backend.forward_includes_kv_cache_update or not hasattr(
+        attention.impl, "do_kv_cache_update"
+    ):
         raise ConfigError(
-            f"{layer.attn_backend.__name__} writes KV as a part of its attention",
+            f"{backend.__name__} writes KV as a part of its attention, or in a way that KVStrata "
+            "does not know",
             hint="choose another --attention-backend, or set kv_connector to KVStrataConnector",
         )
-    kept = elements_of(layer)
-    shape = (block_size, layer.num_kv_heads, layer.head_size)
+    kept = elements_of(attention)
+    shape = (block_size, attention.num_kv_heads, attention.head_size)
     count = prod(shape)
     page = pages[scratch_block].view(kept.page_type)
     slots = scratch_block * block_size + torch.arange(block_size, device=page.device)
 
     def write(elements: torch.Tensor) -> None:
         keys, values = elements.to(page.dtype).view(2, *shape)
-        keys = kept.read(keys, layer._k_scale_float)
-        _write(layer, keys, kept.read(values, layer._v_scale_float), slots)
+        key_scale, value_scale = scales_of(attention)
+        _write(attention, kept.read(keys, key_scale), kept.read(values, value_scale), slots)
 
     numbers = torch.arange(2 * count, device=page.device)
     seen = torch.zeros(len(page), dtype=torch.int64, device=page.device)
@@ -183,7 +193,7 @@ def learn_page_map(
     write(noise)
     if len(places) != 2 * count or not torch.equal(page[where], noise):
         raise ConfigError(
-            f"{type(layer.impl).__name__} does not keep the KV of layer {layer.layer_name} "
+            f"{type(attention.impl).__name__} does not keep the KV of layer {attention.layer_name} "
             "element by element",
             hint="set kv_cache_dtype to auto, or kv_connector to KVStrataConnector",
         )

@@ -1,6 +1,6 @@
 """The rotary embedding of each attention layer of a model that vLLM has built."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -8,10 +8,16 @@ from kvstrata.blend.position import PositionCorrector, check_rope_settings
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
 __all__ = ["check_ropes", "correctors"]
 
 
-def correctors(model: torch.nn.Module, attention: dict[str, Any]) -> list[PositionCorrector]:
+def correctors(
+    model: torch.nn.Module, attention: "dict[str, Attention]"
+) -> list[PositionCorrector]:
     """One for each layer of *attention*, equal for layers that share a table.
 
     A layer's rope is the module beside it that has a table of cosines and sines
@@ -54,7 +60,7 @@ def _is_rope(module: object) -> bool:
     return isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor)
 
 
-def _corrector(rope: Any) -> PositionCorrector:
+def _corrector(rope: "RotaryEmbeddingBase") -> PositionCorrector:
     return PositionCorrector(
         rope.cos_sin_cache, rotary_dim=rope.rotary_dim, is_neox=rope.is_neox_style
     )

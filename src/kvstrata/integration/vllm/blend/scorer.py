@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from kvstrata.integration.vllm.blend.nested import NestedForward, Part
 from kvstrata.integration.vllm.blend.pages import TokenPages
 from kvstrata.integration.vllm.blend.taps import AttentionTaps
 from kvstrata.integration.vllm.reach import Reach
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 __all__ = ["Prompt", "StepRunner"]
 
@@ -38,7 +41,7 @@ class StepRunner:
         self,
         nested: NestedForward,
         layers: list[TokenPages],
-        attention: list[Any],
+        attention: list["Attention"],
         taps: AttentionTaps,
         scored: tuple[int, ...],
         ranks: GroupCoordinator,

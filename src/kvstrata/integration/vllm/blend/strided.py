@@ -1,15 +1,19 @@
 """KV by token, read and written by kernels where its elements lie in strides."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvstrata.blend.attend_triton import PagedKV, attend
 from kvstrata.blend.move_triton import Moves, Rope, move_tokens
 from kvstrata.blend.position import PositionCorrector
+from kvstrata.integration.vllm.blend.elements import scales_of
 from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.pages import PageMap, Queries, TokenPages
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 __all__ = ["StridedPages", "Strides"]
 
@@ -57,7 +61,7 @@ class StridedPages(TokenPages):
     """``TokenPages`` on a GPU: nothing lies between the pages and what is made of them."""
 
     def __init__(
-        self, attention: Any, pages: torch.Tensor, page_map: PageMap, strides: Strides
+        self, attention: "Attention", pages: torch.Tensor, page_map: PageMap, strides: Strides
     ) -> None:
         super().__init__(attention, pages, page_map)
         self._strides = strides
@@ -72,12 +76,13 @@ class StridedPages(TokenPages):
         )
 
     def attend(self, queries: torch.Tensor, of: Queries) -> torch.Tensor:
+        key_scale, value_scale = scales_of(self._attention)
         kv = PagedKV(
             self._cache,
             of.device_blocks,
             key_size=queries.shape[-1],
-            key_scale=self._attention._k_scale_float,
-            value_scale=self._attention._v_scale_float,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
         scale, window = self._attention.impl.scale, self._attention.sliding_window
         return attend(queries, of.positions, kv, scale, window)

@@ -7,9 +7,13 @@ is an opaque operator.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionImpl
 
 __all__ = ["Attend", "AttentionTaps"]
 
@@ -24,8 +28,8 @@ class _StopForward(Exception):
 class AttentionTaps:
     """Taps of all attention layers of a model, for the one thread that runs it."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        """*layers*: vLLM's attention layers, in the order in which the model runs them."""
+    def __init__(self, layers: Sequence["Attention"]) -> None:
+        """*layers*: all of the model's, in the order in which the model runs them."""
         self._wanted: frozenset[int] = frozenset()
         self._last: int | None = None
         self._queries: dict[int, torch.Tensor] = {}
@@ -58,7 +62,7 @@ class AttentionTaps:
         finally:
             self._attend = None
 
-    def _tap(self, impl: Any, number: int) -> None:
+    def _tap(self, impl: "AttentionImpl", number: int) -> None:
         base, taps = type(impl), self
 
         def forward(self: Any, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
