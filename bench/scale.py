@@ -37,9 +37,10 @@ S3_GETS, S3_PUTS = 5500, 3500  # a second and prefix, as AWS documents; HEAD cou
 S3_PREFIXES: Final = 100  # into which a bucket may have split by itself, at most
 MOONCAKE_ROOM: Final = 512 << 30  # that each node gives to the pool
 
-# CPU seconds a GB at the client, measured by bench/remote.py: medians at 4 MiB, 4 threads.
-READ_CPU: Final = {"Valkey": 0.245, "S3": 0.734, "Mooncake, TCP": 1.902}
-WRITE_CPU: Final = {"Valkey": 0.457, "S3": 0.766, "Mooncake, TCP": 1.895}
+# CPU seconds a GB at the client, measured by bench/remote.py: 4 MiB, 4 threads, in
+# docs/performance.md.
+READ_CPU: Final = {"Valkey": 0.117, "S3": 0.321, "Mooncake, TCP": 1.370}
+WRITE_CPU: Final = {"Valkey": 0.228, "S3": 0.390, "Mooncake, TCP": 1.270}
 SEARCH_WIDTHS: Final = {"Valkey": 64, "S3": 32, "Mooncake, TCP": 1024}  # keys asked for at once
 
 

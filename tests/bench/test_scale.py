@@ -3,14 +3,27 @@
 import re
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
-from bench.scale import MODELS, asked, models_table
+from bench.scale import (
+    CORES,
+    MODELS,
+    READ_CPU,
+    WRITE_CPU,
+    asked,
+    engine_table,
+    loads,
+    models_table,
+    node_table,
+    verdict_table,
+)
 from bench.scale_traffic import Cluster, Prompt, Routing, simulate, traffic
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scale.md").read_text()
+MEASURED = (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_kv_of_a_token_is_that_of_the_models() -> None:
@@ -67,6 +80,54 @@ def test_the_program_prints_the_tables_of_the_page() -> None:
         shown = re.search(re.escape(titles) + r"\n\|[-:|]+\n((?:\|.*\n)+)", PAGE)
         assert shown is not None, titles
         assert _places(rows) == _places(shown[1].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("engine", "row"), [("Valkey", "valkey"), ("S3", "s3"), ("Mooncake, TCP", "mooncake")]
+)
+def test_costs_are_those_that_were_measured(engine: str, row: str) -> None:
+    assert READ_CPU[engine] == _cpu_measured(row, "read")
+    assert WRITE_CPU[engine] == _cpu_measured(row, "write")
+
+
+def test_the_page_shows_figures_that_the_program_prints() -> None:
+    """Those of the first model at ten nodes: all of them take minutes."""
+    few = list(islice(loads(0.02, 300.0), 2))
+    for table in (node_table, engine_table, verdict_table):
+        for row in table(few).splitlines()[2:]:
+            assert f"{row}\n" in PAGE
+
+
+def test_cores_and_what_they_break_follow_from_the_bytes_of_the_page() -> None:
+    rows = [_cells(line) for line in PAGE.splitlines() if _is_of_a_model(line)]
+    costs = list(zip(READ_CPU.values(), WRITE_CPU.values(), strict=True))
+    verdicts = {tuple(row[:3]): row[3:] for row in reversed(rows) if len(row) == 6}  # of 5 minutes
+    nodes = [row for row in rows if len(row) == 15]
+    assert len(nodes) == len(verdicts) == 18
+    for row in nodes:
+        read, written = float(row[7]), float(row[8])
+        for cores, verdict, (read_cpu, write_cpu) in zip(
+            map(float, row[12:]), verdicts[tuple(row[:3])], costs, strict=True
+        ):
+            rounding = 0.05 * (1 + read_cpu + write_cpu) + 1e-9
+            assert cores == pytest.approx(read * read_cpu + written * write_cpu, abs=rounding)
+            assert ("cores of a node" in verdict) is (cores > CORES)
+
+
+def _cpu_measured(engine: str, call: str) -> float:
+    """CPU seconds a GB of the store, at 4 MiB and four threads."""
+    lines = MEASURED.splitlines()
+    titles = next(line for line in lines if line.startswith("| engine | blocks |"))
+    row = next(line for line in lines if line.startswith(f"| {engine} | 4 MiB | {call} | 4 |"))
+    return float(_cells(row)[_cells(titles).index("raw, CPU s/GB") + 2])
+
+
+def _is_of_a_model(line: str) -> bool:
+    return any(line.startswith(f"| {model.title} | 10") for model in MODELS)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def _places(rows: list[str]) -> list[list[str]]:
