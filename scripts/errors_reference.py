@@ -56,7 +56,7 @@ _MEANINGS: Final[dict[str, str]] = {
     "refused": "it answers with an error",
     "full": "it has no room",
     "closed": "we have closed it",
-    "io": "a disk or a mount fails",
+    "io": "a disk or a mount fails, or Mooncake's library cannot be loaded",
 }
 
 

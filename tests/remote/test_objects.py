@@ -60,7 +60,7 @@ class TestRclone(_Conformance):
     kind = RcloneEngine
 
     def open_store(self, place: Path) -> Store:
-        """Tried again, as in service: it answers 500 for an object that is just being replaced.
+        """Tried again, oftener than in service: it answers 500 for an object that is just replaced.
 
         So it does, now and then, for the first objects of a folder: they are there already.
         """
