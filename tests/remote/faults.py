@@ -1,23 +1,26 @@
 """The faults of a remote engine, in the middle of batches: the same for every engine.
 
-Whatever happens no request fails or waits without end, no byte is wrong, the breaker opens and
-heals, nothing is left behind, and a counter names the cause.
+Whatever happens no request fails or waits longer than a call may take, no byte is wrong, the
+breaker opens and heals, nothing is left behind, and a counter names the cause.
 """
 
 import hashlib
 import itertools
 import os
+import resource
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 from tests.caches import ALICE, eventually, keys, reads_running
-from tests.remote.proxy import Fault, Proxy
-from tests.remote.subject import RemoteEngine
+from tests.remote.proxy import RELAY, Fault, Proxy
+from tests.remote.subject import BoundedEngine, RemoteEngine
 
 from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey
@@ -28,10 +31,14 @@ from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import BreakerStore
 
 BLOCK_BYTES = 256 << 10
-PROMPT = keys(*[0] * 16)  # in two batches of the write, four of the read
-CALL_SECONDS = 1.0
+PROMPT = keys(*[0] * 16)  # one call reads it
+LONG_PROMPT = keys(3, *[0] * 47)  # more than any engine is asked for at once
+IN_A_VALUE = 3 * BLOCK_BYTES // 2  # bytes after which a value is half there
+CALL_SECONDS = 2.0  # as in service
+LOAD_SECONDS = CALL_SECONDS + Config().remote_lookup_seconds + 1.0  # the last for a busy machine
+DRAIN_SECONDS = 15.0  # for a few calls; only a broken cache waits so long
+OUTAGE_SECONDS = 3.0
 _unknown = itertools.count(100_000)
-BUDGET_SECONDS = 15.0  # for what may take a few calls; only a broken cache waits so long
 
 
 def content(block: BlockKey) -> bytes:
@@ -61,13 +68,17 @@ class Node:
         task = self.manager.get_match(ALICE, asked)
         if not task.task_id:
             return 0
-        task = self.manager.wait([task.task_id], BUDGET_SECONDS)[task.task_id]
-        assert task.state is TaskState.READY, "a load has no end"
+        task = self.manager.wait([task.task_id], LOAD_SECONDS)[task.task_id]
+        assert task.state is TaskState.READY, "a load takes longer than a call may"
         self.manager.launch([task.task_id])
         for slot, block in zip(task.slots, asked, strict=False):
             assert self.manager.view(slot) == content(block), "a wrong byte"
         self.manager.complete([task.task_id])
         return len(task.slots)
+
+    def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
+        """Whether all that was saved has been given to the store in time."""
+        return self.manager._lower["remote"].drain(seconds)
 
     def is_off(self) -> bool:
         return next(t for t in self.manager.stats().tiers if t.tier == "remote").switched_off
@@ -88,8 +99,11 @@ class Node:
         self.manager.close()
 
 
-class RemoteFaults:
-    """Inherit it in a class whose name begins with ``Test`` and say which ``engine``."""
+class ProtocolFaults:
+    """Those that each way to speak to an engine meets differently.
+
+    Inherit it in a class whose name begins with ``Test`` and say which ``engine``.
+    """
 
     engine: ClassVar[type[RemoteEngine]]
 
@@ -117,16 +131,17 @@ class RemoteFaults:
         """One that finds the prompt, which another node has written."""
         self.write(running)
         node = Node(self.open(running, proxy=proxy))
+        node.load(keys(next(_unknown)))  # connects it
         yield node
         node.close()
 
     def open(self, running: RemoteEngine, **how: object) -> Store:
         return running.open(block_bytes=BLOCK_BYTES, timeout_seconds=CALL_SECONDS, **how)  # type: ignore[arg-type]  # passed on
 
-    def write(self, running: RemoteEngine) -> None:
+    def write(self, running: RemoteEngine, prompt: Sequence[BlockKey] = PROMPT) -> None:
         other = Node(self.open(running))
-        other.save(PROMPT)
-        assert other.manager._lower["remote"].drain(BUDGET_SECONDS)
+        other.save(prompt)
+        assert other.drain()
         other.close()
 
     def heals(self, node: Node, found: int = len(PROMPT)) -> None:
@@ -143,107 +158,14 @@ class RemoteFaults:
 
         eventually(load_in_vain, "the breaker stays closed")
 
-    def test_a_server_that_is_stopped(self, running: RemoteEngine, node: Node) -> None:
-        with paused(running):
-            self.opens(node)
-        assert node.faults().keys() & {"timeout", "unreachable"}
-        self.heals(node)
-
-    def test_a_server_that_stops_during_a_read(
-        self, running: RemoteEngine, proxy: Proxy, node: Node
-    ) -> None:
-        with proxy.failing(Fault.SLOW, bytes_per_second=2_000_000):
-            loading = threading.Timer(0.2, running.pause)
-            loading.start()
-            try:
-                node.load()
-            finally:
-                loading.join()
-                running.resume()
-        self.heals(node)
-
-    def test_a_server_that_is_killed_and_comes_back_empty(
-        self, running: RemoteEngine, node: Node
-    ) -> None:
-        running.kill()
-        self.opens(node)
-        assert "unreachable" in node.faults() or "timeout" in node.faults()
-        running.restart()
-        self.heals(node, found=0)
-        self.write(running)
-        self.heals(node)
-
-    @pytest.mark.parametrize("fault", [Fault.RESET, Fault.CUT, Fault.REFUSE])
-    def test_connections_that_break(self, proxy: Proxy, node: Node, fault: Fault) -> None:
-        with proxy.failing(fault, after_bytes=3 * BLOCK_BYTES // 2):
+    def breaks(self, proxy: Proxy, node: Node, fault: Fault) -> None:
+        with proxy.failing(fault, after_bytes=IN_A_VALUE):
             self.opens(node)
         assert "unreachable" in node.faults()
         self.heals(node)
 
-    @pytest.mark.parametrize("fault", [Fault.SLOW, Fault.SILENCE])
-    def test_a_link_of_a_megabit_and_one_that_carries_nothing(
-        self, proxy: Proxy, node: Node, fault: Fault
-    ) -> None:
-        with proxy.failing(fault):
-            self.opens(node)
-        assert "timeout" in node.faults()
-        self.heals(node)
-
-    def test_saves_go_on_while_nobody_takes_them(
-        self, running: RemoteEngine, proxy: Proxy, node: Node
-    ) -> None:
-        """They stay in host memory as long as there is room, and are written afterwards."""
-        other = keys(7, *[0] * 15)
-        with proxy.failing(Fault.SILENCE):
-            self.opens(node)
-            node.save(other)
-            assert node.load(other) == len(other)
-            for number in range(6):  # more than there is room for
-                node.save(keys(100 + number, *[0] * 15))
-        assert node.manager._lower["remote"].drain(BUDGET_SECONDS)
-        last = keys(105, *[0] * 15)
-        reader = Node(self.open(running))
-        assert reader.load(last) == len(last)
-        reader.close()
-
-    def test_wrong_credentials(self, running: RemoteEngine) -> None:
-        if not running.has_credentials:
-            return
-        node = Node(self.open(running, wrong_credentials=True))
-        self.opens(node)
-        node.save(PROMPT)
-        assert node.load() == len(PROMPT)  # from host memory
-        assert "credentials" in node.faults()
-        node.close()
-
-    def test_a_name_that_nobody_knows(self, running: RemoteEngine) -> None:
-        node = Node(self.open(running, host="no-such-host.invalid"))
-        self.opens(node)
-        assert "name" in node.faults()
-        node.close()
-
-    def test_an_engine_that_is_full_or_evicts(self, running: RemoteEngine) -> None:
-        """What is asked for back is right or a miss, and the engine may say that it is full."""
-        running.fill()
-        node = Node(self.open(running), slots=16)
-        prompts = [keys(1000 + number, *[0] * 15) for number in range(12)]
-        for prompt in prompts:
-            node.save(prompt)
-            node.manager._lower["remote"].drain(0.5)
-        for prompt in prompts:
-            node.load(prompt)
-        if not running.can_evict:
-            assert "full" in node.faults()
-        node.close()
-        running.kill()
-        running.restart()
-
-    @pytest.mark.parametrize(
-        "what", ["half", "header", "nothing", "longer", "flipped", "another", "foreign"]
-    )
-    def test_a_value_that_is_not_what_was_written(
-        self, running: RemoteEngine, node: Node, what: str
-    ) -> None:
+    def meets(self, running: RemoteEngine, node: Node, what: str) -> None:
+        """One block of the prompt is not what was written."""
         key = ALICE + PROMPT[5]
         stored = running.raw(key)
         assert stored is not None
@@ -269,21 +191,206 @@ class RemoteFaults:
             self.write(running)
         self.heals(node)
 
-    def test_nothing_grows_in_an_outage(self, proxy: Proxy, node: Node) -> None:
-        """Neither threads nor descriptors nor tasks, however many requests come."""
-        node.load()
-        with proxy.failing(Fault.RESET):
+    def test_a_server_that_is_stopped(self, running: RemoteEngine, node: Node) -> None:
+        with paused(running):
             self.opens(node)
-            before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-            for number in range(40):
-                node.load(keys(50 + number, *[0] * 3))
-                node.save(keys(50 + number, *[0] * 3))
+        assert node.faults().keys() & {"timeout", "unreachable"}
+        self.heals(node)
+
+    def test_a_server_that_is_killed_in_a_batch_and_comes_back_empty(
+        self, running: RemoteEngine, proxy: Proxy, node: Node
+    ) -> None:
+        with proxy.failing(Fault.SILENCE, after_bytes=IN_A_VALUE), ThreadPoolExecutor(1) as other:
+            loading = other.submit(node.load)
+            eventually(lambda: not proxy.after_bytes, "no value comes")
+            running.kill()
+            kept = loading.result()
+        assert kept < len(PROMPT)
+        assert node.faults()
+        assert node.faults().keys() <= {"unreachable", "timeout"}
+        self.opens(node)
+        running.restart()
+        self.heals(node, found=kept)
+        self.write(running)
+        self.heals(node)
+
+    def test_connections_that_are_reset(self, proxy: Proxy, node: Node) -> None:
+        self.breaks(proxy, node, Fault.RESET)
+
+    def test_wrong_credentials(self, running: RemoteEngine) -> None:
+        if not running.has_credentials:
+            return
+        node = Node(self.open(running, wrong_credentials=True))
+        self.opens(node)
+        node.save(PROMPT)
+        assert node.load() == len(PROMPT)  # from host memory
+        assert "credentials" in node.faults()
+        node.close()
+
+    @pytest.mark.parametrize("what", ["half", "foreign"])
+    def test_a_value_that_was_cut_short_and_one_of_somebody_else(
+        self, running: RemoteEngine, node: Node, what: str
+    ) -> None:
+        self.meets(running, node, what)
+
+
+class RemoteFaults(ProtocolFaults):
+    """All that every engine meets."""
+
+    def test_a_server_that_stops_during_a_read(
+        self, running: RemoteEngine, proxy: Proxy, node: Node
+    ) -> None:
+        self.write(running, LONG_PROMPT)
+        before = proxy.answered_bytes
+        with (
+            proxy.failing(Fault.SLOW, bytes_per_second=8_000_000),
+            ThreadPoolExecutor(1) as other,
+        ):
+            loading = other.submit(node.load, LONG_PROMPT)
+            eventually(lambda: proxy.answered_bytes > before + BLOCK_BYTES, "no value comes")
+            with paused(running):
+                assert loading.result() < len(LONG_PROMPT)
+        assert "timeout" in node.faults()
+        self.heals(node)
+
+    @pytest.mark.parametrize("fault", [Fault.CUT, Fault.REFUSE])
+    def test_connections_that_are_closed_and_refused(
+        self, proxy: Proxy, node: Node, fault: Fault
+    ) -> None:
+        self.breaks(proxy, node, fault)
+
+    @pytest.mark.parametrize("fault", [Fault.SLOW, Fault.SILENCE])
+    def test_a_link_of_a_megabit_and_one_that_carries_nothing(
+        self, proxy: Proxy, node: Node, fault: Fault
+    ) -> None:
+        """The second from the middle of a value on."""
+        with proxy.failing(fault, after_bytes=IN_A_VALUE):
+            self.opens(node)
+        assert "timeout" in node.faults()
+        self.heals(node)
+
+    def test_saves_go_on_while_nobody_takes_them(
+        self, running: RemoteEngine, proxy: Proxy, node: Node
+    ) -> None:
+        """They stay in host memory as long as there is room, and are written afterwards."""
+        other = keys(7, *[0] * 15)
+        with proxy.failing(Fault.SILENCE):
+            self.opens(node)
+            node.save(other)
+            assert node.load(other) == len(other)
+            for number in range(6):  # more than there is room for
+                node.save(keys(100 + number, *[0] * 15))
+        assert node.drain()
+        last = keys(105, *[0] * 15)
+        reader = Node(self.open(running))
+        assert reader.load(last) == len(last)
+        reader.close()
+
+    def test_a_name_that_nobody_knows(self, running: RemoteEngine) -> None:
+        node = Node(self.open(running, host="no-such-host.invalid"))
+        self.opens(node)
+        assert "name" in node.faults()
+        node.close()
+
+    @pytest.mark.parametrize("what", ["header", "nothing", "longer", "flipped", "another"])
+    def test_a_value_that_is_not_what_was_written(
+        self, running: RemoteEngine, node: Node, what: str
+    ) -> None:
+        self.meets(running, node, what)
+
+    @pytest.mark.parametrize("fault", [Fault.RESET, Fault.SILENCE])
+    def test_nothing_grows_in_an_outage(self, proxy: Proxy, node: Node, fault: Fault) -> None:
+        """Neither threads nor descriptors, memory nor tasks, however many requests come."""
+        node.load()
+        with proxy.failing(fault):
+            self.opens(node)
+            before = _Used.now()
+            end = time.monotonic() + OUTAGE_SECONDS
+            while time.monotonic() < end:
+                asked = keys(next(_unknown), 0, 0, 0)
+                node.load(asked)
+                node.save(asked)
             report = node.manager.stats()
             assert (report.running_gets, report.running_puts) == (0, 0)
-            after = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        assert after[0] <= before[0] + 8
-        assert after[1] <= before[1] + 32
+            after = _Used.now()
+        assert after.threads <= before.threads + 8
+        assert after.descriptors <= before.descriptors + 48  # 32 connections to an object store
+        assert after.memory_bytes <= before.memory_bytes + (64 << 20)  # 16 MiB are the host tier's
         assert sum(node.faults().values()) < 100  # the breaker has kept them away
+
+
+class BoundedFaults(RemoteFaults):
+    """Also those of engines that hold their values in memory."""
+
+    def test_what_an_engine_has_evicted_is_a_miss(self, running: BoundedEngine) -> None:
+        running.let_evict()
+        writer = Node(self.open(running), slots=16)
+        written: list[Sequence[BlockKey]] = []
+
+        def write_one_more() -> bool:
+            prompt, refused = keys(next(_unknown), *[0] * 15), writer.faults()
+            writer.save(prompt)
+            assert writer.drain()
+            if writer.faults() == refused:
+                written.append(prompt)
+            return len(written) == 20  # 80 MiB
+
+        eventually(write_one_more, "no room is made")
+        assert writer.faults().keys() <= {"full"}
+        writer.close()
+        gone = [prompt for prompt in written if running.raw(ALICE + prompt[0]) is None]
+        assert gone
+        reader = Node(self.open(running))
+        assert [reader.load(prompt) for prompt in gone] == [0] * len(gone)
+        assert any(reader.load(prompt) for prompt in written)
+        assert not reader.faults()
+        reader.close()
+        running.kill()
+        running.restart()
+
+    def test_an_engine_that_is_full_and_does_not_evict(self, running: BoundedEngine) -> None:
+        node, reader = Node(self.open(running)), Node(self.open(running))
+        for each in (node, reader):
+            each.load()  # connected: what fills the engine stays there for a second or two
+        running.fill()
+        last = save_in_vain(node)
+        assert reader.load(last) == 0
+        assert not reader.faults()
+        for each in (node, reader):
+            each.close()
+        running.kill()
+        running.restart()
+
+
+def save_in_vain(node: Node) -> Sequence[BlockKey]:
+    """Save prompts to an engine that has no room for the last one, which is returned.
+
+    What it does not take is counted, and a request has what host memory holds.
+    """
+    for number in range(6):  # 24 MiB
+        prompt = keys(2000 + number, *[0] * 15)
+        node.save(prompt)
+        assert node.load(prompt) == len(prompt)
+        assert node.drain()
+    assert node.faults().keys() == {"full"}
+    assert not node.is_off()
+    return prompt
+
+
+class _Used(NamedTuple):
+    """What this process has, without what proxies have."""
+
+    threads: int
+    descriptors: int
+    memory_bytes: int
+
+    @classmethod
+    def now(cls) -> "_Used":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        descriptors = len(os.listdir("/proc/self/fd"))
+        threads = [thread.name for thread in threading.enumerate()]
+        relays = threads.count(RELAY)
+        return cls(len(threads) - relays, descriptors - 2 * relays, pages * resource.getpagesize())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tests.ports import free_port
 from tests.remote.mooncake_metadata import Metadata
 from tests.remote.own_network import own_network
 from tests.remote.proxy import Fault, Proxy
-from tests.remote.subject import START_SECONDS, RemoteEngine, answers, wait_until
+from tests.remote.subject import START_SECONDS, BoundedEngine, answers, wait_until
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
 from kvstrata.storage.mapping import HostMapping
@@ -63,10 +63,9 @@ class _AlsoFaulty(Proxy):
         self._leader.bytes_per_second = number
 
 
-class MooncakeEngine(RemoteEngine):
+class MooncakeEngine(BoundedEngine):
     """Its servers listen on every address, hence the network: ``start`` enters, ``stop`` leaves."""
 
-    can_evict: ClassVar[bool] = True
     has_credentials: ClassVar[bool] = False
 
     def __init__(self, *, handshake: bool = False, segment_bytes: int = 64 << 20) -> None:
@@ -168,7 +167,11 @@ class MooncakeEngine(RemoteEngine):
         self.put(_name(key), value or MAGIC[:1])  # a pool holds no empty object
 
     def fill(self) -> None:
+        """With what was just asked for."""
         self._command("fill", "", bytes(1 << 10))
+
+    def let_evict(self) -> None:
+        """It does so by itself."""
 
     def get(self, name: str) -> bytes | None:
         value = self._command("get", name)
@@ -217,6 +220,7 @@ class MooncakeEngine(RemoteEngine):
             "--client_ttl=60",  # else a node that was paused is forgotten
             "--put_start_discard_timeout_sec=1",  # what a writer that was ended leaves behind
             "--eviction_high_watermark_ratio=0.8",
+            "--default_kv_lease_ttl=2s",  # what was written or asked for is not evicted so long
         ]
         with (self._folder / "master.log").open("ab") as log:
             master = subprocess.Popen([program, *arguments], stdout=log, stderr=log)

@@ -8,11 +8,13 @@ import base64
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from mooncake.store import MooncakeDistributedStore
 
 _BUFFER_BYTES = 16 << 20
+_FULL_SECONDS = 0.5
 
 
 def main(master: str, metadata: str, segment_bytes: str) -> None:
@@ -36,9 +38,11 @@ def _do(store: Any, command: str, name: str, value: bytes) -> object:
         store.remove(name, True)
         return store.put(name, value)
     filler = value * (1 << 10)
-    number = 0
-    while store.put(f"filler/{number}", filler) == 0:
-        number += 1
+    number, end = 0, time.monotonic() + _FULL_SECONDS
+    while time.monotonic() < end:  # what was there before may still be evicted
+        if store.put(f"filler/{number}", filler) == 0:
+            store.is_exist(f"filler/{number}")  # so that it is not evicted soon
+            number, end = number + 1, time.monotonic() + _FULL_SECONDS
     return number
 
 

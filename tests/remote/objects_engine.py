@@ -63,8 +63,6 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 class ObjectEngine(RemoteEngine):
     """A server that holds its objects in a folder of its own, or in memory."""
 
-    # None of these says that it is full: rclone, which has no room on its disk, answers 500.
-    can_evict: ClassVar[bool] = True
     scheme: ClassVar[str] = "s3"
 
     def start(self, folder: Path) -> None:
@@ -135,7 +133,10 @@ class ObjectEngine(RemoteEngine):
         obstore.put(self.client(), name, value, use_multipart=False)
 
     def fill(self) -> None:
-        """The server may write no more files: what happens on a full disk."""
+        """The server may write no more files: what happens on a full disk.
+
+        None of these says so: rclone answers 500.
+        """
         resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
     def names(self) -> list[str]:

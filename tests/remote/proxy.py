@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+RELAY: Final = "relay"  # the name of the thread of a connection, which has two descriptors
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
 _PIECE_BYTES: Final = 16 << 10
 
@@ -19,7 +20,7 @@ class Fault(enum.Enum):
 
     NONE = "none"
     REFUSE = "refuse"  # new ones are reset at once, and so are those that are open
-    SILENCE = "silence"  # bytes are taken and go nowhere
+    SILENCE = "silence"  # bytes are taken and go nowhere, after ``after_bytes`` more of the answers
     RESET = "reset"  # with RST, after ``after_bytes`` more of the answers
     CUT = "cut"  # with FIN, after ``after_bytes`` more of the answers
     SLOW = "slow"  # answers and requests at ``bytes_per_second``
@@ -60,7 +61,7 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._relay, args=[client], daemon=True).start()
+            threading.Thread(target=self._relay, args=[client], name=RELAY, daemon=True).start()
 
     def _relay(self, client: socket.socket) -> None:
         with suppress(OSError), client:
@@ -79,22 +80,26 @@ class Proxy:
                 data = ready.recv(_PIECE_BYTES)
                 if not data:
                     return
-                is_answer = ready is engine
-                if self.fault is Fault.SILENCE:
-                    continue
-                if self.fault is Fault.SLOW:
+                fault, is_answer = self.fault, ready is engine
+                if fault is Fault.SLOW:
                     time.sleep(len(data) / self.bytes_per_second)
-                if is_answer and self.fault in {Fault.RESET, Fault.CUT}:
-                    data, rest = data[: self.after_bytes], data[self.after_bytes :]
-                    self.after_bytes -= len(data)
-                    client.sendall(data)
-                    if rest:
-                        if self.fault is Fault.RESET:
-                            _reset(client)
-                        return
-                    continue
-                self.answered_bytes += len(data) if is_answer else 0
-                (client if is_answer else engine).sendall(data)
+                passed = self._passed(data, fault, is_answer=is_answer)
+                self.answered_bytes += len(passed) if is_answer else 0
+                (client if is_answer else engine).sendall(passed)
+                if len(passed) < len(data) and fault is not Fault.SILENCE:
+                    if fault is Fault.RESET:
+                        _reset(client)
+                    return
+
+    def _passed(self, data: bytes, fault: Fault, *, is_answer: bool) -> bytes:
+        """What goes on of *data*."""
+        if fault not in {Fault.SILENCE, Fault.RESET, Fault.CUT}:
+            return data
+        if not is_answer:
+            return b"" if fault is Fault.SILENCE and not self.after_bytes else data
+        passed = data[: self.after_bytes]
+        self.after_bytes = max(0, self.after_bytes - len(passed))  # others count, too
+        return passed
 
 
 def _reset(connection: socket.socket) -> None:

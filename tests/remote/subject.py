@@ -24,7 +24,6 @@ class RemoteEngine(ABC):
     ``faults.RemoteFaults`` runs the same faults against each.
     """
 
-    can_evict: ClassVar[bool] = True  # makes room by itself when it is full
     has_credentials: ClassVar[bool] = True
 
     @abstractmethod
@@ -72,10 +71,6 @@ class RemoteEngine(ABC):
     def put_raw(self, key: StoreKey, value: bytes) -> None:
         """Replace what is stored for *key* behind the back of any store."""
 
-    @abstractmethod
-    def fill(self) -> None:
-        """Make it refuse or evict: little room is left for more."""
-
     def pause(self) -> None:
         for pid in self.pids():
             os.kill(pid, signal.SIGSTOP)
@@ -83,6 +78,18 @@ class RemoteEngine(ABC):
     def resume(self) -> None:
         for pid in self.pids():
             os.kill(pid, signal.SIGCONT)
+
+
+class BoundedEngine(RemoteEngine):
+    """One that holds its values in memory: it may be full, and may evict."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Leave little room, and let it make none for a second at least."""
+
+    @abstractmethod
+    def let_evict(self) -> None:
+        """Have it evict before it holds more than 64 MiB."""
 
 
 def wait_until(true: Callable[[], bool], process: "subprocess.Popen[bytes]", what: str) -> None:

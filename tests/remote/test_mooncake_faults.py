@@ -1,8 +1,8 @@
 """The faults of remote engines, on a real Mooncake pool."""
 
-from tests.remote.faults import RemoteFaults
+from tests.remote.faults import BoundedFaults
 from tests.remote.mooncake_engine import MooncakeEngine
 
 
-class TestMooncakeFaults(RemoteFaults):
+class TestMooncakeFaults(BoundedFaults):
     engine = MooncakeEngine

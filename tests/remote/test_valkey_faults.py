@@ -1,8 +1,8 @@
 """What befalls a remote tier on a Valkey or Redis server."""
 
-from tests.remote.faults import RemoteFaults
+from tests.remote.faults import BoundedFaults
 from tests.remote.valkey_engine import ValkeyEngine
 
 
-class TestValkeyFaults(RemoteFaults):
+class TestValkeyFaults(BoundedFaults):
     engine = ValkeyEngine

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.remote.proxy import Proxy
-from tests.remote.subject import RemoteEngine
+from tests.remote.subject import BoundedEngine
 from tests.remote.valkey_servers import Server, name_of
 
 from kvstrata.core.types import StoreKey
@@ -18,9 +18,7 @@ _PREFIX: Final = "fault"
 _ROOM_BYTES: Final = 8 << 20
 
 
-class ValkeyEngine(RemoteEngine):
-    """Evicts what was used longest ago once it is filled."""
-
+class ValkeyEngine(BoundedEngine):
     def start(self, folder: Path) -> None:
         self._server = Server(folder, "--requirepass", _PASSWORD)
 
@@ -70,7 +68,14 @@ class ValkeyEngine(RemoteEngine):
             client.execute_command("SET", name_of(key, _PREFIX), value)
 
     def fill(self) -> None:
+        self._limit("noeviction")
+
+    def let_evict(self) -> None:
+        self._limit("allkeys-lru")
+
+    def _limit(self, policy: str) -> None:
+        """Until it starts again."""
         used = self._server.info("memory", password=_PASSWORD)["used_memory"]
         with self._server.client(password=_PASSWORD) as client:
-            client.config_set("maxmemory-policy", "allkeys-lru")
+            client.config_set("maxmemory-policy", policy)
             client.config_set("maxmemory", used + _ROOM_BYTES)
