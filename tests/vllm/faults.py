@@ -1,7 +1,11 @@
-"""What can go wrong around an engine without a model, switched on and off by a test."""
+"""What can go wrong around an engine without a model, switched on and off by a test.
+
+Each fault counts in a ``seen`` how often it has happened to somebody.
+"""
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +22,13 @@ LONGEST_SECONDS = 5.0  # that anything is held, if a test forgets to let it go
 class Copies:
     """A worker's copies: held, or failing before or after a part of the bytes."""
 
-    def __init__(self, engine: Engine, rank: int = 0) -> None:
+    def __init__(self, engine: Engine, rank: int = 0, seen: Counter[str] | None = None) -> None:
         self.engine = engine
+        self.rank = rank
+        self.seen = Counter() if seen is None else seen
         self.failing_loads = 0
         self.failing_saves = 0
         self.is_partial = False
-        self.failed_loads = 0
         self._go = threading.Event()
         self._go.set()
         self._thread = threading.current_thread()
@@ -45,7 +50,7 @@ class Copies:
         self._wait()
         if self.failing_loads:
             self.failing_loads -= 1
-            self.failed_loads += 1
+            self.seen[f"failed loads of rank {self.rank}"] += 1
             self._break(self._to_device, device_blocks, rows, layer)
         self._to_device(device_blocks, rows, layer)
 
@@ -53,12 +58,15 @@ class Copies:
         self._wait()
         if self.failing_saves:
             self.failing_saves -= 1
+            self.seen[f"failed saves of rank {self.rank}"] += 1
             self._break(self._to_host, device_blocks, rows, layer)
         self._to_host(device_blocks, rows, layer)
 
     def _wait(self) -> None:
-        if threading.current_thread() is not self._thread:  # which has to let go
-            self._go.wait(LONGEST_SECONDS)
+        if threading.current_thread() is self._thread:  # which has to let go
+            return
+        self.seen["held copies"] += not self._go.is_set()
+        self._go.wait(LONGEST_SECONDS)
 
     def _break(
         self, copy: Callable[..., None], device_blocks: Any, rows: Any, layer: int | None
@@ -72,7 +80,8 @@ class Copies:
 class Stall:
     """A server that answers no question while it is on."""
 
-    def __init__(self, manager: KVManager) -> None:
+    def __init__(self, manager: KVManager, seen: Counter[str]) -> None:
+        self._seen = seen
         self._go = threading.Event()
         self._go.set()
         for name in ("get_match", "put_match"):
@@ -80,6 +89,7 @@ class Stall:
 
     def _held(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def held(*args: Any, **kwargs: Any) -> Any:
+            self._seen["slow answers"] += not self._go.is_set()
             self._go.wait(LONGEST_SECONDS)
             return real(*args, **kwargs)
 
@@ -92,7 +102,7 @@ class Stall:
         self._go.set()
 
 
-def lose_an_answer(client: ManagerClient) -> None:
+def lose_an_answer(client: ManagerClient, seen: Counter[str]) -> None:
     """The next one to a lookup or an offer on this line, which goes on."""
     take: Callable[[p.Reply], None] = client._take
     left = [1]
@@ -100,6 +110,7 @@ def lose_an_answer(client: ManagerClient) -> None:
     def lossy(reply: p.Reply) -> None:
         if left and isinstance(reply, p.Task):
             left.clear()
+            seen["lost answers"] += 1
         else:
             take(reply)
 
@@ -117,7 +128,8 @@ class Again:
         "request_finished_all_groups",
     )
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: Any, seen: Counter[str] | None = None) -> None:
+        self.seen = Counter() if seen is None else seen
         self.on = False
         for name in self.HOOKS:
             setattr(connector, name, self._twice(getattr(connector, name)))
@@ -125,6 +137,7 @@ class Again:
     def _twice(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def twice(*args: Any) -> Any:
             if self.on:
+                self.seen["hooks called twice"] += 1
                 hook(*args)
             return hook(*args)
 

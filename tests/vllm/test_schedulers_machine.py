@@ -72,6 +72,8 @@ arrivals = st.builds(
     st.sampled_from(["plain"] * 5 + ["salt", "adapter", "an image", "another image", "unread"]),
     st.sampled_from([False] * 8 + [True]),
 )
+# Of which there is something to load when they come again.
+saved_arrivals = arrivals.filter(lambda each: len(each.tokens) > 16 and each.kind != "unread")
 
 
 def fields(kind: str, tokens: list[int]) -> dict[str, Any]:
@@ -121,6 +123,26 @@ def allow_images(engine: Engine) -> None:
     scheduler.encoder_cache_manager = EncoderCacheManager(EMBEDDINGS)
 
 
+def count_admissions(engine: Engine, seen: Counter[str]) -> None:
+    """What vLLM hears of requests in line, and when it has no room for what was found."""
+    connector, blocks = engine.connector, engine.scheduler.kv_cache_manager
+    ask, allocate = connector.get_num_new_matched_tokens, blocks.allocate_slots
+
+    def asked(request: Request, computed: int) -> Any:
+        tokens, waits = ask(request, computed)
+        seen["None answers"] += tokens is None
+        return tokens, waits
+
+    def allocated(*args: Any, num_external_computed_tokens: int = 0, **others: Any) -> Any:
+        found = num_external_computed_tokens
+        given = allocate(*args, num_external_computed_tokens=found, **others)
+        seen["no room for a match"] += given is None and found > 0
+        return given
+
+    connector.get_num_new_matched_tokens = asked
+    blocks.allocate_slots = allocated
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """One engine, and one server at a time."""
 
@@ -165,14 +187,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.load_mode == "auto":
             self.engine.half._loads._at_once = AtOnce(BLOCKS_AT_ONCE)
         allow_images(self.engine)
-        self.copies = [Copies(self.engine, rank) for rank in range(ranks)]
-        self.again = Again(self.engine.connector)
+        self.copies = [Copies(self.engine, rank, self.seen) for rank in range(ranks)]
+        self.again = Again(self.engine.connector, self.seen)
+        count_admissions(self.engine, self.seen)
 
     def start_server(self, engines: list[Engine]) -> None:
         served = serve(self.folder, self.slots, shared=self.shared, ranks=self.ranks)
         self.bench: Bench = self.server.enter_context(served)
         self.bench.engines += engines
-        self.stall = Stall(self.bench.manager)
+        self.stall = Stall(self.bench.manager, self.seen)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -206,13 +229,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(running=st.booleans())
     def reset(self, running: bool) -> None:
-        # vLLM raises when blocks are held for copies; all requests are preempted by then.
-        with contextlib.suppress(RuntimeError):
+        try:
             self.engine.scheduler.reset_prefix_cache(running, reset_connector=True)
+            self.seen["resets of running requests" if running else "resets"] += 1
+        except RuntimeError:  # blocks are held for copies; all requests are preempted by then
+            self.seen["refused resets"] += 1
 
-    @rule()
-    def forget_device(self) -> None:
-        self.engine.scheduler.reset_prefix_cache()
+    @rule(running=st.booleans())
+    def forget_device(self, running: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # as above
+            self.seen["forgotten devices"] += self.engine.scheduler.reset_prefix_cache(running)
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -228,6 +254,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies = self.copies[rank % self.ranks]
         copies.failing_loads, copies.failing_saves = loads, saves
         copies.is_partial = is_partial
+
+    @rule(rank=st.integers(0, 1), is_partial=st.booleans(), asked=saved_arrivals)
+    def fail_a_load(self, rank: int, is_partial: bool, asked: Arrival) -> None:
+        """Few of the copies above are loads: here is something to load."""
+        self.arrive([asked], 0)
+        self.come_to_rest()
+        self.forget_device(running=False)
+        self.fail_copies(rank, 1, 0, is_partial)
+        self.arrive([asked], 8)
 
     @rule(
         what=st.sampled_from(["copies", "server", "late copies", "late server"]),
@@ -250,6 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             loading = [each for each in self.unfinished() if each.status is waiting]
             self.end_one(loading, aborted, "ABORTED")
         if what.startswith("late"):
+            self.seen["late copies" if is_copies else "late servers"] += 1
             self.may_fail = True
             self.clock.jump(1000.0)
             time.sleep(LATE_SECONDS)  # lookups and saves go by the real clock
@@ -262,11 +298,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.may_fail = True
         client = self.engine.half._link._client
         if is_server:
+            self.seen["dead servers"] += 1
             engines = self.bench.engines
             self.server.close()
             self.step(steps)
             self.start_server(engines)
         elif client is not None:
+            self.seen["broken lines"] += 1
             client.shutdown()
             self.step(steps)
 
@@ -278,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.seen["answers to be lost"] += 1
         self.lossy = client
-        lose_an_answer(client)
+        lose_an_answer(client, self.seen)
         self.arrive(asked, steps)
         time.sleep(LATE_SECONDS)
         self.step(2)
@@ -368,8 +406,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen["promoted blocks"] += sum(
                 count for name, count in counted.items() if "promoted_blocks_total" in name
             )
-            for number, copies in enumerate(self.copies):
-                self.seen[f"failed loads of rank {number}"] += copies.failed_loads
         except Exception:
             self.failures.append(traceback.format_exc())
             raise
@@ -389,20 +425,66 @@ VARIANTS = {name: (*mode, "blockwise") for name, mode in MODES.items()} | {
     "sync-at-once": (False, 0, "auto"),
     "sync-drafts-at-once": (False, 3, "auto"),
 }
-RULES_OF_A_NIGHT = 50_000  # of all variants together
 
 
-def check_a_night(seen: Counter[str], load_mode: str) -> None:
-    """In so many steps everything has happened that there are rules for."""
-    states = ["WAITING", "RUNNING", "PREEMPTED"]
-    if load_mode != "layerwise":  # in which no request waits for its load
-        states.append("WAITING_FOR_REMOTE_KVS")
-    wanted = [f"ABORTED while {state}" for state in states]
-    wanted += [f"ended by {reason}" for reason in ("stop", "length", "repetition")]
-    wanted += ["ERROR while RUNNING", "preemptions", "answers to be lost", "promoted blocks"]
-    wanted += ["failed loads of rank 0", "failed loads of rank 1"]
-    assert [each for each in wanted if not seen[each]] == []
-    assert seen["rules"] * len(VARIANTS) >= RULES_OF_A_NIGHT
+class Floor(NamedTuple):
+    """How often each variant sees something, at least."""
+
+    short: int
+    night: int
+
+
+# Those of a night are about a tenth of what short runs promise.
+FLOORS = {
+    "rules": Floor(100, 20_000),
+    "steps of the engine": Floor(100, 40_000),
+    "loaded blocks": Floor(20, 1000),
+    "promoted blocks": Floor(0, 50),
+    "saved blocks looked at": Floor(20, 10_000),
+    "preemptions": Floor(1, 300),
+    "None answers": Floor(1, 5000),
+    "no room for a match": Floor(1, 100),
+    "ended by stop": Floor(1, 1000),
+    "ended by length": Floor(1, 2000),
+    "ended by repetition": Floor(0, 200),
+    "ended by error": Floor(0, 30),
+    "ABORTED while WAITING": Floor(0, 50),
+    "ABORTED while RUNNING": Floor(0, 50),
+    "ABORTED while PREEMPTED": Floor(0, 3),
+    "ABORTED while WAITING_FOR_REMOTE_KVS": Floor(0, 1),
+    "ERROR while RUNNING": Floor(0, 30),
+    "resets": Floor(1, 200),
+    "resets of running requests": Floor(1, 100),
+    "refused resets": Floor(0, 50),
+    "forgotten devices": Floor(1, 300),
+    "failed loads of rank 0": Floor(1, 200),
+    "failed loads of rank 1": Floor(0, 50),
+    "failed saves of rank 0": Floor(1, 100),
+    "failed saves of rank 1": Floor(0, 20),
+    "held copies": Floor(1, 100),
+    "late copies": Floor(1, 100),
+    "slow answers": Floor(1, 200),
+    "late servers": Floor(1, 100),
+    "lost answers": Floor(1, 100),
+    "broken lines": Floor(1, 100),
+    "dead servers": Floor(1, 100),
+    "hooks called twice": Floor(1, 2000),
+}
+# Where no request waits for its load, and none can be held.
+NOT_LAYERWISE = {"ABORTED while WAITING_FOR_REMOTE_KVS", "held copies", "late copies"}
+ROUNDS = 1 if is_nightly() else 4  # of more and more runs: a few may miss a fault by chance
+
+
+def below_floor(machine: type[SchedulerMachine]) -> list[str]:
+    """What *machine* has seen too seldom."""
+    left_out = NOT_LAYERWISE if machine.load_mode == "layerwise" else set()
+    floors = {
+        what: floor.night if is_nightly() else floor.short
+        for what, floor in FLOORS.items()
+        if what not in left_out
+    }
+    seen = machine.seen
+    return [f"{seen[what]} {what}, not {n}" for what, n in floors.items() if seen[what] < n]
 
 
 @pytest.mark.parametrize(
@@ -415,15 +497,19 @@ def test_any_traffic_and_any_fault(asynchronous: bool, drafts: int, load_mode: s
 
     Machine.asynchronous, Machine.drafts, Machine.load_mode = asynchronous, drafts, load_mode
     try:
-        run_state_machine_as_test(Machine, settings=machine_settings(examples=12, steps=40))
+        for number in range(1, ROUNDS + 1):
+            examples = 12 * number
+            run_state_machine_as_test(
+                Machine, settings=machine_settings(examples=examples, steps=40)
+            )
+            if not below_floor(Machine):
+                break
     finally:
         for what, count in sorted(Machine.seen.items()):
             print(f"{count:8} {what}")  # noqa: T201 - for pytest -rP
         # Of a failure that does not come again, Hypothesis says only that it did not.
         print("\n".join(Machine.failures[:1]))  # noqa: T201
-    assert Machine.seen["loaded blocks"] > 20
-    if is_nightly():
-        check_a_night(Machine.seen, load_mode)
+    assert below_floor(Machine) == []
 
 
 @settings(max_examples=max(5, settings().max_examples // 200), deadline=None)
