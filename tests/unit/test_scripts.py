@@ -1,5 +1,6 @@
 """What the scripts that run other test suites read from reports and metadata."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -98,23 +99,33 @@ def test_tests_that_fail_only_with_kvstrata_are_told() -> None:
         "left out": "skipped",
     }
     assert vllm_tests.count(plain) == "2 passed, 2 failed, 1 skipped"
-    assert vllm_tests.worse(plain, {**plain, "good": "failed", "bad": "passed"}) == ["good"]
-    assert vllm_tests.worse(plain, {"good": "passed"}) == ["also"]
+    pointed = {**plain, "good": "skipped", "bad": "passed"}
+    assert vllm_tests.worse(plain, pointed) == {"good": "skipped"}
+    assert vllm_tests.worse(plain, {"good": "passed"}) == {"also": "failed"}
 
 
-def test_model_that_is_refused_is_no_failure() -> None:
+def test_engine_that_is_refused_is_told_apart_from_a_failure() -> None:
     report = REPORT.replace(
         "<error/>", "<error>kvstrata.core.errors.ConfigError: the model has X</error>"
     )
     pointed = vllm_tests.outcomes(report)
     assert pointed["broken"] == "refused"
-    assert vllm_tests.worse({"broken": "passed"}, pointed) == []
+    assert vllm_tests.worse({"broken": "passed"}, pointed) == {"broken": "refused"}
 
 
-def test_failures_are_explained_whatever_their_parameters() -> None:
-    known = "test_async_scheduler.py::test_kv_pressure_preempt_mid_handoff[kv_producer-False]"
-    assert "waits for them" in vllm_tests.reason(known)
-    assert vllm_tests.reason("test_scheduler.py::test_schedule") == vllm_tests.UNEXPLAINED
+def test_what_is_known_of_a_test_explains_no_other_end_of_it() -> None:
+    known = "test_scheduler.py::test_preempt_during_execution"
+    assert "waits for them" in vllm_tests.reason(known, "failed")
+    for test, how in [
+        (known, "refused"),
+        (known, "skipped"),
+        ("test_async_scheduler.py::test_preempt_during_execution", "failed"),
+        ("test_scheduler.py::test_schedule_order[True]", "refused"),
+        ("test_scheduler.py::test_schedule_order[False]", "failed"),
+    ]:
+        assert vllm_tests.reason(test, how) == vllm_tests.UNEXPLAINED
+    refused = vllm_tests.reason("test_scheduler.py::test_schedule_order[False]", "refused")
+    assert "neither chunked prefill" in refused
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
@@ -122,3 +133,32 @@ def test_mutant_changes_one_place_of_the_source(mutant: mutants.Mutant) -> None:
     source = (mutants.ROOT / mutants.ADAPTER / mutant.file).read_text()
     assert source.count(mutant.old) == 1
     compile(source.replace(mutant.old, mutant.new), mutant.file, "exec")
+
+
+@pytest.mark.parametrize(
+    ("test", "fate"),
+    [
+        ("assert False", mutants.Fate("killed", "by test_it.py::test_it")),
+        ("pass", mutants.Fate("SURVIVED")),
+        (
+            "import time; time.sleep(60)",
+            mutants.Fate("TIMED OUT", "after 5 s, and no test has failed"),
+        ),
+    ],
+    ids=["killed", "survived", "hung"],
+)
+def test_fate_of_a_mutant_is_told_by_its_tests(
+    test: str, fate: mutants.Fate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text(f"def test_it():\n    {test}\n")
+    monkeypatch.setattr(mutants, "TESTS", ["tests/test_it.py"])
+    monkeypatch.setattr(mutants, "TIMEOUT_SECONDS", 5)
+    assert mutants.first_failure(tmp_path) == fate
+
+
+def test_only_a_test_that_fails_kills_a_mutant() -> None:
+    assert mutants.all_are_killed(Counter({"killed": 32}))
+    assert not mutants.all_are_killed(Counter({"killed": 31, "TIMED OUT": 1}))
+    assert not mutants.all_are_killed(Counter({"killed": 31, "SURVIVED": 1}))
+    assert not mutants.all_are_killed(Counter())
