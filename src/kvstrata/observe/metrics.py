@@ -72,9 +72,9 @@ REMOTE_FAULTS: Final = Metric(
     "kvstrata_remote_faults_total",
     "Calls to the tier shared with other nodes that failed, by cause: nobody answered (unreachable), "
     "or not in time (timeout), its name is not known (name), it did not let us in (credentials), it "
-    "answered with an error (refused), a mount failed (io). Blocks that one server of a cluster "
-    "failed to serve, by the same causes. And blocks that found no room (full), failed a check "
-    "(corrupt), or had their name taken by something else (foreign).",
+    "answered with an error (refused), a mount or a library failed (io). Blocks that one server of a "
+    "cluster failed to serve, by the same causes. And blocks that found no room (full), failed a "
+    "check (corrupt), or had their name taken by something else (foreign).",
     (
         "unreachable",
         "timeout",
