@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import gcd, lcm
@@ -151,14 +152,18 @@ class Engine:
             for number, rank in enumerate(self.runner.ranks)
         ]
         kind = AsyncScheduler if asynchronous else Scheduler
-        self.scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=planned,
-            log_stats=True,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=block_size,
-            hash_block_size=planned.hash_block_size,
-        )
+        with ExitStack() as refused:
+            for attachment in self.attachments:
+                refused.callback(attachment.close)
+            self.scheduler = kind(
+                vllm_config=config,
+                kv_cache_config=planned,
+                log_stats=True,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=block_size,
+                hash_block_size=planned.hash_block_size,
+            )
+            refused.pop_all()
         if drafts:
             self.scheduler.num_spec_tokens = drafts
             if asynchronous:

@@ -68,7 +68,7 @@ class EmbeddedServer:
         self.pid = ready.pid
 
     def revive(self) -> None:
-        """Start the server again if it has died; does not wait for it, costs little if it lives."""
+        """Start the server again if it has died; does not wait for that, costs little if it lives."""
         self._launcher.poll()  # takes the exit code: it ends as soon as the server runs
         events = self._events()
         if events & select.POLLIN:
@@ -80,16 +80,11 @@ class EmbeddedServer:
         _log.warning("the cache server has died: restart")
         dead = self._launcher
         self._launch()  # if it cannot be launched the pipes of the dead one still say so
-        _close_pipes(dead)
+        _end(dead)
 
     def close(self) -> None:
         """Cut the lifeline. The server ends by itself once all is on disk."""
-        _close_pipes(self._launcher)
-        try:
-            self._launcher.wait(_LAUNCH_SECONDS)
-        except subprocess.TimeoutExpired:  # if it is that slow it has not become a server yet
-            self._launcher.kill()
-            self._launcher.wait()
+        _end(self._launcher)
 
     def _launch(self) -> None:
         self._started_at = time.monotonic()
@@ -141,8 +136,13 @@ class EmbeddedServer:
             _log.warning("the cache server cannot start: %s", ready.message)
 
 
-def _close_pipes(launcher: subprocess.Popen[bytes]) -> None:
+def _end(launcher: subprocess.Popen[bytes]) -> None:
     for pipe in (launcher.stdin, launcher.stdout):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+    try:
+        launcher.wait(_LAUNCH_SECONDS)
+    except subprocess.TimeoutExpired:  # if it is that slow it has not become a server yet
+        launcher.kill()
+        launcher.wait()
