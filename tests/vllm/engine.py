@@ -264,6 +264,23 @@ class Engine:
         return EngineFailed(f"the engine: {why}\n--- the end of {self.log}\n{tail}")
 
 
+def transfer_config(engine_id: str, tokens_per_block: int, **settings: Any) -> dict[str, Any]:
+    """With which what is reused depends on the blocks alone, and not on who is how fast.
+
+    The server shares the cores with everybody: slow must not be a miss.
+    """
+    patient = dict.fromkeys(
+        ("lookup_timeout_seconds", "load_timeout_seconds", "save_timeout_seconds"), 30
+    )
+    own = {"recompute": "never", "tokens_per_block": tokens_per_block}
+    return {
+        "kv_role": "kv_both",
+        "engine_id": engine_id,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": own | patient | settings,
+    }
+
+
 def bound_to_cores(workers: int) -> dict[str, str]:
     """The environment of an engine of one or two *workers*: without it vLLM wants a NUMA node for each."""
     environment = {"OMP_NUM_THREADS": "1"}

@@ -15,6 +15,7 @@ from tests.vllm.engine import (
     Engine,
     embedded_report,
     report_at_rest,
+    transfer_config,
     wait_for_worker,
 )
 from tests.vllm.oracle import Oracle, ReuseModel, random_prompt, random_prompts
@@ -66,20 +67,7 @@ def subject(
     folder = tmp_path_factory.mktemp(request.param)
     path = kind.write(folder / "model")
     name = f"{folder.name}-{random.randrange(1 << 30)}"
-    transfer = {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": "host:256MiB",
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            # The server shares the cores with everybody: slow must not be a miss here.
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
+    transfer = transfer_config(name, TOKENS_PER_BLOCK, tiers="host:256MiB")
     settings = {"num_gpu_blocks_override": kind.device_blocks}
     alone = settings | {"enable_prefix_caching": False}
     told = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": str(int(kind.parts_chunks))}

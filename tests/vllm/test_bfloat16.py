@@ -8,7 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.vllm.engine import MAX_TOKENS, Ask, Engine, report_at_rest, wait_for_worker
+from tests.vllm.engine import (
+    MAX_TOKENS,
+    Ask,
+    Engine,
+    report_at_rest,
+    transfer_config,
+    wait_for_worker,
+)
 from tests.vllm.oracle import Oracle, ReuseModel, loaded_at_once, random_prompts
 
 from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
@@ -22,19 +29,7 @@ NEW_TOKENS = 8
 def test_one_by_one_what_is_loaded_answers_as_what_is_computed(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny-mha", TinyLlama(dtype="bfloat16", kv_heads=8))
     name = f"bfloat16-{random.randrange(1 << 30)}"
-    transfer = {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": "host:64MiB",
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
+    transfer = transfer_config(name, TOKENS_PER_BLOCK, tiers="host:64MiB")
     settings = {"dtype": "bfloat16"}
     alone = settings | {"enable_prefix_caching": False}
     rng = random.Random(20261126)

@@ -23,6 +23,13 @@ SETTINGS = {
 }
 
 
+def answers_come_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has answered before vLLM goes on, so that what it can begin it begins in one step."""
+    link = engine.half._link
+    poll = link.poll
+    monkeypatch.setattr(link, "poll", lambda seconds: poll(max(seconds, ANSWER_SECONDS)))
+
+
 class Ends:
     """Ends what is to be blended in the step that begins it: *whole*, all of it exact, or failed."""
 
@@ -120,9 +127,7 @@ def test_a_step_that_other_prompts_fill_leaves_blending_a_quarter_of_its_tokens(
     engine.serve("known", text, 2)
     bench.hears()
     engine.forget_device()
-    link = engine.half._link
-    poll = link.poll
-    monkeypatch.setattr(link, "poll", lambda seconds: poll(max(seconds, ANSWER_SECONDS)))
+    answers_come_at_once(engine, monkeypatch)
     half: Any = engine.half
     step_tokens = half._step_tokens
     engine.add("asked", [7, *text, 7], 12, {"blend": {"ratio": 0}})
@@ -136,16 +141,13 @@ def test_a_step_that_other_prompts_fill_leaves_blending_a_quarter_of_its_tokens(
 def test_a_prefix_that_others_compute_in_the_same_step_is_waited_for(
     bench: Bench, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has answered before vLLM goes on, so that both are begun in one step."""
     engine = bench.engine(connector=BlendConnector, **SETTINGS)
     ends = Ends(engine, whole=True)
     document, system = prompt(1, KNOWN), prompt(2, 3 * TOKENS)
     engine.serve("known", document, 2)
     bench.hears()
     engine.forget_device()
-    link = engine.half._link
-    poll = link.poll
-    monkeypatch.setattr(link, "poll", lambda seconds: poll(max(seconds, ANSWER_SECONDS)))
+    answers_come_at_once(engine, monkeypatch)
     if not together:
         engine.serve("first", [*system, 5], 1)
     else:

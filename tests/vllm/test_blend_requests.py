@@ -16,6 +16,7 @@ from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.blend import wishes
 from kvstrata.integration.vllm.blend.wishes import can_be_reused, wish_of
 from kvstrata.integration.vllm.blocks import BlockMath, GroupMath
+from kvstrata.integration.vllm.seldom import SeldomWarning
 from kvstrata.integration.vllm.taint import TaintChain
 
 TOKENS, HASH_TOKENS = 300, 32
@@ -90,21 +91,21 @@ def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixt
         ({"blend_rule": "hkvd"}, 0.3, None),
     ],
 )
-def test_a_ratio_that_the_rule_does_not_follow_is_said_once_and_blended(
+def test_a_ratio_that_the_rule_does_not_follow_is_said_now_and_then_and_blended(
     settings: dict[str, Any],
     ratio: float,
     said: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(wishes, "_told", set())
+    monkeypatch.setattr(wishes, "_warn_of_ratio", SeldomWarning(wishes._log))
     config = load_config(settings, environ={})
     for blend in ({}, {"ratio": ratio}, {"ratio": ratio}):
         assert wish_of(request("mine", blend=blend), config).blend
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (said is not None)
     if said is not None:
-        assert f"request mine asks for a ratio of {ratio:g}, which changes nothing" in told[0]
+        assert f"a request asks for a ratio of {ratio:g}, which changes nothing" in told[0]
         assert said in told[0]
         assert "two_round_query, query, hkvd or random" in told[0]
 

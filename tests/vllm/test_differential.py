@@ -14,6 +14,7 @@ from tests.vllm.engine import (
     Engine,
     embedded_report,
     report_at_rest,
+    transfer_config,
     wait_for_disk,
     wait_for_worker,
 )
@@ -69,21 +70,9 @@ def subject(
     times, tiers, load_mode = request.param
     folder = tmp_path_factory.mktemp("differential")
     name = f"{folder.name}-{times}-{random.randrange(1 << 30)}"
-    transfer = {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": tiers.format(folder / "disk"),
-            "load_mode": load_mode,
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": times * BLOCK_SIZE,
-            # The server shares two cores with everybody: slow must not be a miss here.
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
+    transfer = transfer_config(
+        name, times * BLOCK_SIZE, tiers=tiers.format(folder / "disk"), load_mode=load_mode
+    )
     with Engine(tiny_llama, folder / "vllm.log", transfer, is_split=times == 1) as engine:
         engine.wait_ready()
         wait_for_worker(name)

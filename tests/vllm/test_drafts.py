@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.vllm.engine import Ask, Engine, report_at_rest, wait_for_worker
+from tests.vllm.engine import Ask, Engine, report_at_rest, transfer_config, wait_for_worker
 from tests.vllm.oracle import Oracle, random_prompt
 
 pytestmark = pytest.mark.vllm
@@ -27,19 +27,7 @@ def test_prompts_and_drafted_answers_are_found_again(
     tiny_llama: Path, tmp_path: Path, oracle: Oracle
 ) -> None:
     name = f"drafts-{random.randrange(1 << 30)}"
-    transfer = {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": "host:64MiB",
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
+    transfer = transfer_config(name, TOKENS_PER_BLOCK, tiers="host:64MiB")
     settings = {"speculative_config": NGRAMS}
     rng = random.Random(3)
     asks = [Ask(f"cold-{i}", random_prompt(rng, 40) * 5, NEW_TOKENS) for i in range(4)]

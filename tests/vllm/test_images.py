@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.vllm.engine import Act, Ask, Engine, report_at_rest, wait_for_worker
+from tests.vllm.engine import Act, Ask, Engine, report_at_rest, transfer_config, wait_for_worker
 from tests.vllm.tiny_idefics3 import IMAGE, IMAGE_TOKENS, WORDS, write_tiny_idefics3
 
 pytestmark = pytest.mark.vllm
@@ -56,21 +56,7 @@ def subject(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Subject]:
     name = f"images-{random.randrange(1 << 30)}"
-    transfer = {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": "host:64MiB",
-            "load_mode": request.param,
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            # The server shares the cores with everybody: slow must not be a miss here.
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
+    transfer = transfer_config(name, TOKENS_PER_BLOCK, tiers="host:64MiB", load_mode=request.param)
     log = tmp_path_factory.mktemp("images") / "vllm.log"
     with Engine(model, log, transfer, SETTINGS) as engine:
         engine.wait_ready()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.vllm.cpu import FP8_RUNS_HERE
-from tests.vllm.engine import Answer, Ask, CacheServer, Engine
+from tests.vllm.engine import Answer, Ask, CacheServer, Engine, transfer_config
 from tests.vllm.oracle import random_prompt
 
 from kvstrata.core.load import load_config
@@ -61,20 +61,7 @@ def write_adapter(folder: Path, model: TinyLlama, seed: int) -> str:
 
 
 def transfer_to(socket: Path, name: str) -> dict[str, Any]:
-    return {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "server": "attached",
-            "socket": str(socket),
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
+    return transfer_config(name, TOKENS_PER_BLOCK, server="attached", socket=str(socket))
 
 
 @dataclass

@@ -17,6 +17,7 @@ from tests.vllm.engine import (
     Engine,
     embedded_report,
     is_alive,
+    transfer_config,
     wait_for_disk,
     wait_until,
 )
@@ -57,18 +58,7 @@ class Story:
 
 
 def _engine(model: Path, folder: Path, name: str) -> Engine:
-    transfer = {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": f"host:64MiB | disk:{folder}/kv:1GiB",
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "lookup_timeout_seconds": 30,
-            "load_timeout_seconds": 30,
-        },
-    }
+    transfer = transfer_config(name, TOKENS_PER_BLOCK, tiers=f"host:64MiB | disk:{folder}/kv:1GiB")
     return Engine(model, folder / f"{name}.log", transfer)
 
 

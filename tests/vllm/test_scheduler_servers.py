@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, prompt, start
+from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import continuation
 from tests.vllm.plans import copiers
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,14 +36,9 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     go.set()
 
 
-def test_silent_server_is_waited_for_until_the_timeout_and_no_longer(
-    bench: Bench, silence: Callable[[], None]
-) -> None:
-    engine = bench.engine(lookup_wait_seconds=0.001, lookup_timeout_seconds=0.2)
-    engine.serve("a", prompt(1, 60), 2)
-    engine.forget_device()
-    silence()
-    answers = []
+def answers_of(engine: Engine) -> list[tuple[int | None, bool]]:
+    """To vLLM's questions from now on."""
+    answers: list[tuple[int | None, bool]] = []
     match = engine.connector.get_num_new_matched_tokens
 
     def spy(request: Request, computed: int) -> Any:
@@ -50,6 +46,17 @@ def test_silent_server_is_waited_for_until_the_timeout_and_no_longer(
         return answers[-1]
 
     engine.connector.get_num_new_matched_tokens = spy
+    return answers
+
+
+def test_silent_server_is_waited_for_until_the_timeout_and_no_longer(
+    bench: Bench, silence: Callable[[], None]
+) -> None:
+    engine = bench.engine(lookup_wait_seconds=0.001, lookup_timeout_seconds=0.2)
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    silence()
+    answers = answers_of(engine)
     assert engine.serve("b", prompt(1, 60), 2) == 0
     assert answers[0] == (None, False)
     assert answers[-1] == (0, False)
@@ -75,18 +82,20 @@ def test_an_answer_is_waited_for_longer_where_the_step_would_run_nothing(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(KVManager, "get_match", slow)
-    answers = []
-    match = engine.connector.get_num_new_matched_tokens
-
-    def spy(request: Request, computed: int) -> Any:
-        answers.append(match(request, computed))
-        return answers[-1]
-
-    engine.connector.get_num_new_matched_tokens = spy
+    answers = answers_of(engine)
     engine.add("b", prompt(1, 60), 2)
     engine.run()
     assert (answers[0][0] is not None) is is_alone
     assert answers[-1][0] == 56
+
+
+def test_an_answer_is_waited_for_no_longer_than_the_timeout(bench: Bench) -> None:
+    engine = bench.engine(lookup_wait_seconds=0.2, lookup_timeout_seconds=0.5)
+    engine.add("alone", prompt(1, 8), 2)
+    assert engine.half._lookup_wait_seconds == 0.5
+    engine.add("other", prompt(2, 8), 2)
+    assert engine.half._lookup_wait_seconds == 0.2
+    engine.run()
 
 
 def test_server_that_answers_again_is_used_again(

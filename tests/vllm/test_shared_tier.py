@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.vllm.engine import Ask, Engine, wait_for_disk, wait_for_worker
+from tests.vllm.engine import Ask, Engine, transfer_config, wait_for_disk, wait_for_worker
 from tests.vllm.oracle import Oracle, random_prompt
 
 pytestmark = pytest.mark.vllm
@@ -16,20 +16,12 @@ SOURCES = ("host", "disk", "external_unspecified")
 
 
 def _engine(model: Path, folder: Path, name: str) -> Engine:
-    transfer = {
-        "kv_role": "kv_both",
-        "engine_id": name,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": f"host:64MiB | shared:{folder}/kv:256MiB",
-            "recompute": "never",  # what is reused is to depend on the blocks alone
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "lookup_timeout_seconds": 30,
-            "remote_lookup_seconds": 30,
-            "load_timeout_seconds": 30,
-            "save_timeout_seconds": 30,
-        },
-    }
+    transfer = transfer_config(
+        name,
+        TOKENS_PER_BLOCK,
+        tiers=f"host:64MiB | shared:{folder}/kv:256MiB",
+        remote_lookup_seconds=30,
+    )
     return Engine(model, folder / f"{name}.log", transfer)
 
 

@@ -157,8 +157,10 @@ class SchedulerHalf:
     @property
     def _lookup_wait_seconds(self) -> float:
         """What an answer is worth waiting for: less where other requests could run meanwhile."""
-        alone = len(self._requests) == 1
-        return self._config.lookup_wait_seconds * (_ALONE if alone else 1)
+        wait_seconds = self._config.lookup_wait_seconds
+        if len(self._requests) > 1:
+            return wait_seconds
+        return min(_ALONE * wait_seconds, self._config.lookup_timeout_seconds)
 
     def allocated(
         self, request: Request, block_ids: Callable[[], BlockIds], external_tokens: int

@@ -9,11 +9,12 @@ from vllm.v1.request import Request
 from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.rules import why_not_followed
+from kvstrata.integration.vllm.seldom import SeldomWarning
 
 __all__ = ["Wish", "can_be_reused", "wish_of"]
 
 _log = logging.getLogger(__name__)
-_told: Final[set[str]] = set()  # rules that a request has asked for a ratio that they do not follow
+_warn_of_ratio: Final = SeldomWarning(_log)
 
 
 class Wish(NamedTuple):
@@ -37,7 +38,7 @@ def wish_of(request: Request, config: Config) -> Wish:
 
     ``true``, ``{"ratio": 0.3}`` or ``{"ratio": "safe"}`` ask for it and ``false`` forbids it. What
     is not understood is logged, and the request is computed. A ratio that the rule does not follow is
-    logged once, and the request is blended.
+    logged, too, and the request is blended.
     """
     said = (request.kv_transfer_params or {}).get("blend")
     if said is None and (config.blend == "all" or request.cache_salt in config.blend_salts):
@@ -66,21 +67,9 @@ def wish_of(request: Request, config: Config) -> Wish:
             ", ".join(RECOMPUTE_RATIOS),
         )
         return Wish(config.recompute_ratio, "not_understood")
-    if "ratio" in said:
-        _tell_if_not_followed(request, config, ratio)
+    if "ratio" in said and (why := why_not_followed(config, ratio)) is not None:
+        _warn_of_ratio("a request asks for a ratio of %g, which changes nothing: %s", ratio, why)
     return Wish(float(ratio))
-
-
-def _tell_if_not_followed(request: Request, config: Config, ratio: float) -> None:
-    why = why_not_followed(config, ratio)
-    if why is not None and config.blend_rule not in _told:
-        _told.add(config.blend_rule)
-        _log.warning(
-            "request %s asks for a ratio of %g, which changes nothing: %s; this is said once",
-            request.request_id,
-            ratio,
-            why,
-        )
 
 
 def _kind(request: Request) -> str | None:
