@@ -198,26 +198,36 @@ def test_hits_of_a_real_engine(tmp_path: Path) -> None:
     assert json.loads(again.stdout) == json.loads(first.stdout)
 
 
-def tiny_run(path: Path, workload: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The figures of one engine with an attached server, by step, of a short *workload*."""
-    monkeypatch.setitem(PROFILES, "tiny", replace(PROFILES["quick"], seconds=3.0))
-    arguments = [
-        *("bench", "--profile", "tiny", "--output", str(path / "run"), "--rounds", "1", "--json"),
-        *("--workload", workload, "--contender", "kvstrata-attached"),
-    ]
-    result = CliRunner().invoke(app, arguments)
+Steps = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
+    """The figures of one engine with an attached server, of short workloads, by step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PROFILES, "tiny", replace(PROFILES["quick"], seconds=3.0))
+        output = tmp_path_factory.mktemp("disturbed") / "run"
+        arguments = [
+            *("bench", "--profile", "tiny", "--output", str(output), "--rounds", "1", "--json"),
+            *("--workload", "restart", "--workload", "killed"),
+            *("--contender", "kvstrata-attached"),
+        ]
+        result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    steps = json.loads(result.stdout)["workloads"][workload]
-    return {name: figures for name, (figures,) in steps.items()}
+    workloads = json.loads(result.stdout)["workloads"]
+    return {
+        workload: {name: figures for name, (figures,) in steps.items()}
+        for workload, steps in workloads.items()
+    }
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_real_engine_is_restarted_in_the_traffic_and_every_request_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disturbed: dict[str, Steps],
 ) -> None:
-    steps = tiny_run(tmp_path, "restart", monkeypatch)
+    steps = disturbed["restart"]
     assert list(steps) == ["before the restart", "restart in the traffic", "after the restart"]
     assert {figures["failures"] for figures in steps.values()} == {0}
     restarted = steps["restart in the traffic"]
@@ -230,9 +240,9 @@ def test_a_real_engine_is_restarted_in_the_traffic_and_every_request_answered(
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_server_of_a_real_engine_is_killed_and_every_request_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disturbed: dict[str, Steps],
 ) -> None:
-    steps = tiny_run(tmp_path, "killed", monkeypatch)
+    steps = disturbed["killed"]
     assert list(steps) == ["killed", "after it"]
     assert {figures["failures"] for figures in steps.values()} == {0}
     assert "server" not in steps["killed"]["cpu_seconds"]
