@@ -1,6 +1,8 @@
 """What the blending scheduler half offers vLLM, with a real server and no engine."""
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,9 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
 
@@ -35,6 +39,7 @@ from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 
+LESSON_TOKENS = 32  # of a block
 RECURRENT = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
@@ -373,26 +378,64 @@ def test_settings_of_blending_are_refused_where_nothing_blends(
         KVStrataConnector(config, KVConnectorRole.SCHEDULER, plan(config, group(full())))
 
 
-def test_blocks_that_come_one_by_one_are_known_once_they_are_a_chunk(
-    folder: Path, tmp_path: Path
-) -> None:
-    config, tokens = vllm_config(folder), 32
+@dataclass
+class Lesson:
+    """What a scheduler half learns of, and who asks for it."""
+
+    half: BlendScheduler
+    said: Request
+    later: Request
+
+    def known(self) -> int:
+        """Blocks of *said* that are known."""
+        runs = self.half._learning.runs(self.later, self.half._namespace, 0)
+        return int(runs.length.sum()) // LESSON_TOKENS
+
+
+@pytest.fixture
+def lesson(folder: Path, tmp_path: Path) -> Iterator[Lesson]:
+    """Of eight blocks; chunks are three."""
+    config, tokens = vllm_config(folder), LESSON_TOKENS
     config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role="kv_both")
     settings = settings_of(tmp_path, tokens_per_block=tokens, blend_chunk_size=3 * tokens)
     half = BlendScheduler(load_config(settings, environ={}), config, plan(config, group(full(), 2)))
+    half.bind_block_pool(BlockPool(2, True, tokens))
     text = prompt(1, 8 * tokens)
     init_none_hash(sha256)
     hasher = get_request_block_hasher(tokens, sha256)
     said, later = (
         Request(name, ids, SamplingParams(max_tokens=1), None, block_hasher=hasher)
-        for name, ids in (("said", text), ("later", [7, *text]))
+        for name, ids in (("said", text), ("later", [7, *text, 7]))
     )
-    learning, namespace = half._learning, half._namespace
-    found = []
+    yield Lesson(half, said, later)
+    half.close()
+
+
+def test_blocks_that_come_one_by_one_are_known_once_they_are_a_chunk(lesson: Lesson) -> None:
+    learning, found = lesson.half._learning, []
     for block in range(8):
-        learning.saved(said, namespace, block, block + 1)
-        found.append(int(learning.runs(later, namespace, 0).length.sum()) // tokens)
+        learning.saved(lesson.said, lesson.half._namespace, block, block + 1)
+        found.append(lesson.known())
     assert found == [0, 0, 3, 3, 3, 6, 6, 6]
     learning.finished("said")
     assert learning._next == {}
-    half.close()
+
+
+def test_what_a_step_offers_is_indexed_in_the_next_one(lesson: Lesson) -> None:
+    learning = lesson.half._learning
+    learning.saved(lesson.said, lesson.half._namespace, 0, 8)
+    assert learning._index.statistics().tokens == 0
+    lesson.half.plan(SchedulerOutput.make_empty())
+    assert learning._index.statistics().tokens == 8 * LESSON_TOKENS
+    assert lesson.known() == 8
+
+
+def test_what_is_lost_or_reset_before_it_is_indexed_is_not_known(lesson: Lesson) -> None:
+    learning = lesson.half._learning
+    learning.saved(lesson.said, lesson.half._namespace, 0, 8)
+    learning.lost(as_key_array(lesson.half._math.keys(lesson.said, 0, 8)))
+    assert lesson.known() == 0
+    learning.saved(lesson.said, lesson.half._namespace, 0, 8)
+    lesson.half.reset()
+    learning.catch_up()
+    assert learning._index.statistics().tokens == 0

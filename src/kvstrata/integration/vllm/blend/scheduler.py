@@ -251,6 +251,7 @@ class BlendScheduler(SchedulerHalf):
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         self._room.release()
+        self._learning.catch_up()  # of the step before: what this one offers does not hold it up
         step = super().plan(output)
         requests, self._planned = self._planned, []
         if requests or self._running:
