@@ -69,6 +69,22 @@ class Fake:
         return Ran(1.0, [Answer(n, 0, 9, 0, seconds, [], 1) for n in range(len(talks))])
 
 
+class Remembering(Fake):
+    """Is quick with a prompt that it has had before, and keeps it over a reset."""
+
+    def __init__(self, name: str, plan: Deployment, variables: Mapping[str, str]) -> None:
+        super().__init__(name, plan, variables)
+        self._seen: set[tuple[int, ...]] = set()
+
+    def end(self) -> Ran:
+        answers = []
+        for n, talk in enumerate(self._traffic.conversations):
+            prompt = tuple(talk.turns[0].tokens)
+            answers.append(Answer(n, 0, 9, 0, 0.024 if prompt in self._seen else 0.215, [], 1))
+            self._seen.add(prompt)
+        return Ran(1.0, answers)
+
+
 class Silent:
     def say(self, doing: str) -> None:
         """Nobody listens."""
@@ -106,6 +122,20 @@ def test_how_long_a_cold_prompt_takes_is_asked_of_an_engine_that_is_warm(
     about = folder.about()
     assert about is not None
     assert about.cold_seconds == 0.5
+
+
+def test_the_prompt_that_is_timed_cold_is_one_that_a_contender_by_itself_has_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache answers what warmed it up at once: arrivals came nine times too fast."""
+    monkeypatch.setattr(session, "Member", Remembering)
+    monkeypatch.setattr(session, "measure_rates", lambda *_: {})
+    options = Options("quick", ("chat",), ("kvstrata",), rounds=1)
+    folder = RunFolder(tmp_path / "run", options)
+    Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
+    about = folder.about()
+    assert about is not None
+    assert about.cold_seconds == 0.215
 
 
 def test_an_engine_that_died_is_started_again_for_the_next_round(run: RunFolder) -> None:

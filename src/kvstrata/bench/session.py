@@ -140,7 +140,7 @@ class Session:
 
     def _describe(self, first: Member, scale: Scale) -> Scale:
         """With the time that *first* takes for a cold prompt now, in use as all are that are timed."""
-        cold = min(_first_token(first, scale, number) for number in range(_COLD_TIMES))
+        cold = min(_cold_first_token(first, scale) for _ in range(_COLD_TIMES))
         model = self.model
         self.folder.describe(About(self.machine, model.title, cold, first.name, model.token_bytes))
         return replace(scale, cold_seconds=cold)
@@ -215,8 +215,9 @@ def _can_take(member: Member, step: Step) -> bool:
     return CONTENDERS[member.name].can_hit(str(step.tier), step.longest_tokens)
 
 
-def _first_token(member: Member, scale: Scale, seed: int) -> float:
-    prompt = tokens(random.Random(seed), scale, COLD_TOKENS)
+def _cold_first_token(member: Member, scale: Scale) -> float:
+    """Of a prompt that no cache has seen, not by the warm-up and not by an earlier run."""
+    prompt = tokens(random.Random(), scale, COLD_TOKENS)
     seconds = member.run(one_prompt(prompt)).answers[0].first_token_seconds
     member.settle()
     return seconds
