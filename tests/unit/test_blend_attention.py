@@ -28,6 +28,21 @@ def test_it_is_the_highest_probability_over_probes_and_heads(
     torch.testing.assert_close(most_attention(queries, keys, probes, SCALE, window), expected)
 
 
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_probes_that_are_looked_at_some_at_a_time_find_what_each_finds_by_itself(
+    window: int | None,
+) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    probes = torch.randperm(500, generator=drawn)[:150]
+    queries = torch.randn(len(probes), 4, SIZE, generator=drawn)
+    keys = torch.randn(500, 2, SIZE, generator=drawn)
+    expected = torch.zeros(500)
+    for query, probe in zip(queries, probes, strict=True):
+        alone = most_attention(query[None], keys, probe[None], SCALE, window)
+        expected = torch.maximum(expected, alone)
+    torch.testing.assert_close(most_attention(queries, keys, probes, SCALE, window), expected)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 4, TOKENS])
