@@ -76,6 +76,17 @@ def open_(
     return made
 
 
+def counted_lookups(manager: KVManager) -> dict[str, object]:
+    """All that metrics say of lookups."""
+    named = ("kvstrata_lookup", "kvstrata_declined")
+    counters = manager.counters.snapshot()
+    return {name: counters[name] for name in counters if name.startswith(named)} | {
+        "seconds": [
+            each for each in manager.counters.durations.snapshot() if "lookup" in each.metric
+        ]
+    }
+
+
 def count(manager: KVManager, name: str) -> int:
     return manager.counters.snapshot().get(f"kvstrata_{name}", 0)
 
@@ -723,6 +734,23 @@ def test_prefetch_brings_blocks_up_and_keeps_no_lease(
     assert manager.prefetch(ALICE, keys(5)) == 0
     assert manager.get_match(ALICE, keys(1, 2)).state is TaskState.READY
     manager.disconnect(0)
+
+
+def test_prefetch_is_no_lookup_of_the_traffic(managers: list[KVManager], tmp_path: Path) -> None:
+    """Else a hit rate falls while an operator warms the cache up, and what he warms is the hottest."""
+    manager = open_(managers, 3, tmp_path)
+    save(manager, ALICE, keys(1, 2))
+    drained(manager)
+    push_out(manager, 3)
+    lookups = counted_lookups(manager)
+    assert lookups
+    manager.prefetch(ALICE, keys(1, 2, 3))
+    eventually(lambda: manager.stats().running_gets == 0, "the prefetch does not end")
+    manager.prefetch(ALICE, keys(1, 2))
+    manager.prefetch(ALICE, keys(*range(9)))
+    assert counted_lookups(manager) == lookups
+    assert manager.operator.hottest(8) == []
+    assert count(manager, "promoted_blocks_total{tier=disk}") == 2
 
 
 def test_damaged_block_cuts_the_prefix_is_dropped_and_counted(

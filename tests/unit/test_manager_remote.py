@@ -82,6 +82,17 @@ def test_what_another_node_has_saved_is_found_and_loaded(manager: KVManager) -> 
     assert count(manager, "promoted_blocks_total{tier=remote}") == 4
 
 
+def test_what_a_prefetch_finds_is_no_lookup_of_the_traffic(manager: KVManager) -> None:
+    task = manager.prefetch(ALICE, keys(0, 0, 0, 0, 7))
+    assert manager.wait([task], PATIENCE_SECONDS)[task].state is TaskState.DONE
+    assert count(manager, "promoted_blocks_total{tier=remote}") == 4
+    counted = manager.counters.snapshot()
+    assert {n: v for n, v in counted.items() if n.startswith("kvstrata_lookup") and v} == {}
+    durations = [each.metric for each in manager.counters.durations.snapshot()]
+    assert "kvstrata_lookup_seconds" not in durations
+    assert manager.operator.hottest(8) == []
+
+
 @pytest.mark.parametrize("path", [(0, 1, 0), (1, 1), (0, 0)])
 def test_key_that_comes_twice_is_looked_for_up_to_there(
     manager: KVManager, path: tuple[int, ...]

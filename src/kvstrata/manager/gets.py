@@ -119,6 +119,7 @@ class Gets:
             owner,
             lookup.namespace,
             began_at + self._lease_seconds,
+            is_traffic=lookup.is_traffic,
             began_at=began_at,
         )
         arrivals = self._extend(task, lookup, known)
@@ -265,7 +266,8 @@ class Gets:
         task.ids = np.concatenate([task.ids, taken]) if len(task.ids) else taken
         task.declined_blocks += len(ids) - plan.blocks
         self._cache.touch(task.ids)
-        self._explain(task, lookup, len(ids), plan)
+        if task.is_traffic:
+            self._explain(task, lookup, len(ids), plan)
         return arrivals
 
     def _fetch(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> tuple[Plan, list[_Arrival]]:
@@ -345,8 +347,9 @@ class Gets:
         with self.settling() as settling:
             settling.tasks.add(task)
             unknown = len(lookup.keys) - known
-            self._counters.add(metrics.LOOKUP_BLOCKS, count, "remote")
-            self._counters.add(metrics.LOOKUP_BLOCKS, unknown - count, "none")
+            if task.is_traffic:
+                self._counters.add(metrics.LOOKUP_BLOCKS, count, "remote")
+                self._counters.add(metrics.LOOKUP_BLOCKS, unknown - count, "none")
             if task.state is not TaskState.SEARCHING:
                 return
             task.state = step(task.state, TaskEvent.FOUND)
@@ -405,6 +408,8 @@ class Gets:
 
     def _count_lookup(self, task: GetTask, blocks: int) -> None:
         """*task* is what this node knows of a lookup of *blocks*."""
+        if not task.is_traffic:
+            return
         found, disk, remote = len(task.ids), task.disk_blocks, task.remote_blocks
         self._counters.add(metrics.LOOKUPS, 1)
         self._counters.add(metrics.LOOKUP_BLOCKS, found - disk - remote, "host")
@@ -414,6 +419,8 @@ class Gets:
 
     def _time_lookup(self, task: GetTask) -> None:
         """*task* waits for nothing any more."""
+        if not task.is_traffic:
+            return
         seconds = time.monotonic() - task.began_at
         self._counters.durations.observe(metrics.LOOKUP_SECONDS, seconds, task.lowest_tier)
 

@@ -4,7 +4,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from kvstrata.core.config import Config
@@ -248,7 +247,7 @@ class KVManager:
         not all workers of *owner* are attached. *request* is what ``explain`` will know it by.
         """
         asked = as_key_array(keys)
-        return self._get(Lookup(namespace, asked, request), owner, settled, is_recorded=True)
+        return self._get(Lookup(namespace, asked, request), owner, settled)
 
     def put_match(
         self,
@@ -356,7 +355,8 @@ class KVManager:
         """Bring the longest prefix of *keys* into host memory; the task, 0 if it is there already.
 
         The task ends by itself, ``DONE``: its leases are returned as soon as the blocks have
-        arrived, or cannot. It can be cancelled before; what has arrived by then stays.
+        arrived, or cannot. It can be cancelled before; what has arrived by then stays. It is no lookup
+        to those who count these, and no decision tells of it.
         """
 
         def release(status: TaskStatus) -> None:
@@ -364,8 +364,8 @@ class KVManager:
                 with self._lock:
                     self._moves.release(status.task_id, owner)
 
-        lookup = Lookup(namespace, as_key_array(keys))
-        status = self._get(lookup, owner, release, is_recorded=False)
+        lookup = Lookup(namespace, as_key_array(keys), is_traffic=False)
+        status = self._get(lookup, owner, release)
         if status.state is TaskState.READY:
             release(status)
             return 0
@@ -493,19 +493,17 @@ class KVManager:
 
     # -- inside, without the lock ------------------------------------------------------------
 
-    def _get(
-        self, lookup: Lookup, owner: int, settled: Settled | None, *, is_recorded: bool
-    ) -> TaskStatus:
-        """``get_match``; *is_recorded* is whether it is a request of the traffic."""
+    def _get(self, lookup: Lookup, owner: int, settled: Settled | None) -> TaskStatus:
+        """``get_match``."""
         self._gets.expire()
         with self._lock:
             self._pins.expire()
             self._moves.expire()
             if not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
-            lookup = replace(lookup, blocks_per_second=self._sessions.blocks_per_second(owner))
+            lookup.blocks_per_second = self._sessions.blocks_per_second(owner)
             status, begin = self._gets.match(lookup, owner, settled)
-            if is_recorded:
+            if lookup.is_traffic:
                 self._recorder.lookup(lookup.namespace, lookup.keys)
         begin()
         return status

@@ -111,7 +111,7 @@ class TaskStatus(msgspec.Struct, frozen=True):
     declined_blocks: int = 0  # get only: found behind the matched ones and not worth loading
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Lookup:
     """What one get asks for."""
 
@@ -119,6 +119,7 @@ class Lookup:
     keys: KeyArray
     request: str = ""  # the engine's name for it, for ``inspect --explain``
     blocks_per_second: float | None = None  # that the engine computes; None: not measured yet
+    is_traffic: bool = True  # a request of an engine, which metrics and decisions tell of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +141,7 @@ class GetTask:
     owner: int
     namespace: NamespaceId
     deadline: float  # monotonic seconds; an unlaunched task is cancelled then
+    is_traffic: bool = True
     ids: BlockIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: TaskState = TaskState.READY
     disk_blocks: int = 0

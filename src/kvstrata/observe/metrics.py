@@ -23,7 +23,9 @@ class Metric(NamedTuple):
         return self.labels or ((self.label,) if self.values else ())
 
 
-LOOKUPS: Final = Metric("kvstrata_lookups_total", "Lookups answered.")
+LOOKUPS: Final = Metric(
+    "kvstrata_lookups_total", "Lookups of engines answered. What `kvstrata warm` asks for is none."
+)
 LOOKUP_BLOCKS: Final = Metric(
     "kvstrata_lookup_blocks_total",
     "Blocks asked for, by the tier that answered (tier='none' is a miss). "
