@@ -3,7 +3,7 @@ import os
 import secrets
 import socket
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ from tests.cli.processes import kvstrata, running, until
 from tests.cli.traffic import BLOCK_BYTES, NAMESPACE, engine, save, serving, unknown
 from tests.ports import free_port
 
+from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import BLOCK_KEY_BYTES
+from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient
 
 
@@ -204,6 +206,35 @@ def test_directories_that_cannot_be_used_end_the_server_at_its_start(place: Path
     ):
         assert complaint in refused(*command, option, f"{place}/{path}:1MiB")
     assert not (place / "s.sock").exists()
+
+
+def test_two_servers_on_one_disk_are_refused_before_an_engine_has_joined(place: Path) -> None:
+    """Else both start, and the second one's first engine is told of it."""
+    disk = ("--host-size", "2MiB", "--disk", f"{place}/made/kv:4MiB")
+    log = place / "first.log"
+    with running("server", "--socket", str(place / "first"), *disk, log=log) as first:
+        until(lambda: "ready" in log.read_text(), 30, log)
+        message = refused("--socket", str(place / "second"), *disk)
+        assert f"disk store {place}/made/kv is in use by process {first.pid}\n" in message
+        assert "another directory" in message
+        assert not (place / "second").exists()
+        with engine(place / "first") as client:
+            keys = save_some(client, 3)
+    assert (place / "made" / "kv").exists()
+    with serving(place, *disk) as path, engine(path) as client:
+        found = client.get_match(NAMESPACE, keys)
+        assert (found.matched_blocks, found.disk_blocks) == (3, 3)
+        client.cancel([found.task_id])
+
+
+def test_an_engine_that_a_server_refuses_leaves_its_directory_to_the_server(place: Path) -> None:
+    disk = ("--host-size", "2MiB", "--disk", f"{place}/made/kv:4MiB")
+    with serving(place, *disk) as path:
+        larger = p.Hello(0, p.PROTOCOL_VERSION, "engine", "session-1", 8 << 20)
+        with closing(ManagerClient(path, larger)) as client, pytest.raises(ConfigError):
+            client.wait_welcome(10)
+        assert "is in use by process" in refused("--socket", str(place / "second"), *disk)
+    assert not (place / "made").exists()
 
 
 def test_stats_of_a_socket_where_nobody_answers(place: Path) -> None:

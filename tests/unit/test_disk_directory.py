@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvstrata.core.errors import ConfigError, FormatError, KVStrataError
 from kvstrata.core.types import Write
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.disk_directory import Reservation
 
 BLOCK_BYTES = 4096
 SLOT_BYTES = 8192
@@ -232,7 +234,7 @@ class TestLock:
         ) as holder:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"open\n"
-            refused(made, ConfigError, f"in use by process {holder.pid} .waited 0 s")
+            refused(made, ConfigError, rf"in use by process {holder.pid}\n")
             holder.kill()
             holder.wait()
             store = make(made, lock_timeout_seconds=10)
@@ -243,6 +245,31 @@ class TestLock:
         store = make(made)
         refused(made, ConfigError, f"in use by process {os.getpid()}")
         store.close()
+
+    def test_a_reservation_keeps_others_out_and_leaves_nothing_without_a_store(
+        self, tmp_path: Path
+    ) -> None:
+        taken, path = tmp_path / "taken", tmp_path / "above" / "store"
+        reservation = Reservation([taken])
+        refused(taken, ConfigError, f"in use by process {os.getpid()}")
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            Reservation([path, taken])
+        assert not (tmp_path / "above").exists()
+        reservation.close()
+        assert not taken.exists()
+
+    def test_a_store_that_is_opened_in_a_reservation_has_its_locks(self, tmp_path: Path) -> None:
+        path = tmp_path / "store"
+        reservation = Reservation([path])
+        opened = partial(DiskStore, [path], block_bytes=BLOCK_BYTES, reservation=reservation)
+        with pytest.raises(ConfigError, match="0 slots"):
+            opened(capacity_bytes=1)
+        refused(path, ConfigError, "in use by process")
+        store = opened(capacity_bytes=4 * SLOT_BYTES, max_blocks_per_file=3)
+        reservation.close()
+        refused(path, ConfigError, "in use by process")
+        store.close()
+        make(path).close()
 
 
 class TestInterruptedMaking:

@@ -42,6 +42,7 @@ from kvstrata.manager.sessions import LOCAL_OWNER, Sessions
 from kvstrata.manager.tasks import UNSETTLED, Lookup, Offer, TaskState, TaskStatus
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
+from kvstrata.storage.disk_directory import Reservation
 from kvstrata.storage.engine import StorageEngine
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.store import Store
@@ -71,13 +72,14 @@ class KVManager:
         block_format: BlockFormat = EXACT,
         remote: Store | None = None,
         on_prefault: OnPrefault | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         """Open the tiers of *config*; *remote* is a store to use as remote tier instead of its.
 
         Tiers below host memory keep blocks in *block_format*.
 
         Host memory is backed in the background; *on_prefault* hears of it, on that thread: bytes
-        done, bytes in all. Raises ``ConfigError`` if a tier cannot be opened, and has then opened
+        done, bytes in all. *reservation* is that of the disk tier, if it has one. Raises ``ConfigError`` if a tier cannot be opened, and has then opened
         none.
         """
         self.block_bytes = block_bytes
@@ -87,7 +89,11 @@ class KVManager:
         self._quotas = dict(config.quotas)
         self._drain_timeout_seconds = config.drain_timeout_seconds
         self._storage = StorageEngine(
-            block_bytes, config.tiers, remote=remote, block_format=block_format
+            block_bytes,
+            config.tiers,
+            remote=remote,
+            block_format=block_format,
+            reservation=reservation,
         )
         self._memory = self._storage.host.data
         self.server_id = self._memory.mapping.server_id
@@ -115,11 +121,7 @@ class KVManager:
             self._cache,
             self._lower,
             self._desk,
-            planner=Planner(
-                {tier: lower.meter.cost for tier, lower in self._lower.items()},
-                load_timeout_seconds=config.load_timeout_seconds,
-                take_all=config.recompute == "never",
-            ),
+            planner=self._planner(config),
             lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
         )
         gains = Gains(self.counters, self._namespaces, block_bytes=block_bytes)
@@ -129,6 +131,13 @@ class KVManager:
             threading.Thread(
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
             ).start()
+
+    def _planner(self, config: Config) -> Planner:
+        return Planner(
+            {tier: lower.meter.cost for tier, lower in self._lower.items()},
+            load_timeout_seconds=config.load_timeout_seconds,
+            take_all=config.recompute == "never",
+        )
 
     def _written_tiers(self, config: Config) -> dict[LowerTier, WriteRule]:
         """The tiers below that there are, and when each gets a block."""

@@ -23,7 +23,8 @@ from kvstrata.server.limits import Limits
 from kvstrata.server.metrics_port import MetricsPort
 from kvstrata.server.slow_lane import SlowLane
 from kvstrata.server.switchboard import Switchboard
-from kvstrata.storage.engine import check_directories_of
+from kvstrata.storage.disk_directory import Reservation
+from kvstrata.storage.engine import check_directories_of, reserve_directories_of
 
 T = TypeVar("T")
 
@@ -38,7 +39,8 @@ class Server:
     The block size decides the geometry of all tiers. It is given, or told by the first engine;
     an engine with another one is refused.
 
-    Directories of tiers that no engine could use are a ``ConfigError`` at once.
+    Directories of tiers that no engine could use are a ``ConfigError`` at once. So is a disk tier that
+    another process has; from then on it is this server's, whether or not an engine has joined.
     """
 
     def __init__(
@@ -72,12 +74,15 @@ class Server:
         self._listener.setblocking(False)
         self._switchboard = Switchboard(self, self._listener)
         self._slow_lane = SlowLane(self.post)
-        if block_bytes is not None:
-            try:
+        self._reservation: Reservation | None = None
+        try:
+            if block_bytes is not None:
                 self.open(block_bytes, block_format)
-            except KVStrataError:
-                self._close()
-                raise
+            else:
+                self._reservation = reserve_directories_of(config.tiers)
+        except KVStrataError:
+            self._close()
+            raise
 
     @property
     def manager(self) -> KVManager | None:
@@ -107,6 +112,7 @@ class Server:
                 block_bytes=block_bytes,
                 block_format=block_format,
                 on_prefault=self._on_prefault,
+                reservation=self._reservation,
             )
             if self._announcer is not None:
                 self._announcer.follow(manager.feed)
@@ -176,4 +182,6 @@ class Server:
         self._slow_lane.close(self.config.drain_timeout_seconds)
         if self._manager:
             self._manager.close()
+        if self._reservation is not None:
+            self._reservation.close()
         self._switchboard.close_poller()

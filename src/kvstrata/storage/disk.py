@@ -17,7 +17,7 @@ from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.keys import ABSENT, BlockIds
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.batch import check_keys, check_lengths
-from kvstrata.storage.disk_directory import Wanted, open_directories, store_name
+from kvstrata.storage.disk_directory import Reservation, Wanted, open_directories, store_name
 from kvstrata.storage.disk_free import FreeSlots
 from kvstrata.storage.disk_slots import Piece
 from kvstrata.storage.disk_system import FileSystem
@@ -67,6 +67,7 @@ class DiskStore:
         discard: bool = False,
         write_depth: int = 4,
         lock_timeout_seconds: float = 10.0,
+        reservation: Reservation | None = None,
         system: FileSystem | None = None,
     ) -> None:
         """Open the store in *paths*, or make it, or grow it to *capacity_bytes*.
@@ -76,7 +77,7 @@ class DiskStore:
         go is given back to the file system (TRIM), and taken again when it is written. Of the calls
         of ``write``, *write_depth* at most are at the disk at a time. Raises ``ConfigError``
         (``FormatError`` for what a directory holds) and then has changed nothing.
-        Waits up to *lock_timeout_seconds* for another process.
+        Waits up to *lock_timeout_seconds* for another process, unless this one has a *reservation*.
         """
         wanted = Wanted(block_bytes, capacity_bytes, max_blocks_per_file)
         self._name = store_name(paths)
@@ -84,7 +85,7 @@ class DiskStore:
         self._discard = discard
         self._at_disk = Semaphore(write_depth)
         self._directories, replay = open_directories(
-            system or FileSystem(), paths, wanted, lock_timeout_seconds
+            system or FileSystem(), paths, wanted, lock_timeout_seconds, reservation
         )
         self._files = self._directories.files
         self._journal = self._directories.journal

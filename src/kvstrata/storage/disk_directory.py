@@ -97,11 +97,45 @@ class OpenDirectories:
             self.files.close()
 
 
+class Reservation:
+    """*paths* are this process's alone until ``close``: for whoever cannot open the store yet.
+
+    What is missing is made, and goes again with ``close`` unless a store was made in it. Raises
+    ``ConfigError``, naming the holder, if another process has one of *paths*.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._system = FileSystem()
+        try:
+            with ExitStack() as undo:
+                self._held = undo.enter_context(ExitStack())
+                self.locks = _lock(self._system, paths, 0, self._held, undo)
+                self._undo = undo.pop_all()
+        except OSError as e:
+            raise ConfigError(
+                f"disk store {store_name(paths)} cannot be opened: {e}", hint=_NOT_ACCESSIBLE
+            ) from e
+
+    def close(self) -> None:
+        if any(exists(self._system, path / SUPERBLOCK_NAME) for path in self._paths):
+            self._undo.pop_all()
+            self._held.close()
+        else:
+            with suppress(OSError):  # somebody has put something there
+                self._undo.close()
+
+
 def open_directories(
-    system: FileSystem, paths: Sequence[Path], wanted: Wanted, lock_timeout_seconds: float
+    system: FileSystem,
+    paths: Sequence[Path],
+    wanted: Wanted,
+    lock_timeout_seconds: float,
+    reservation: Reservation | None = None,
 ) -> tuple[OpenDirectories, Replay]:
     """Open the store in *paths*, make it if there is none, grow it if more is wanted.
 
+    The locks are those of *reservation*, if there is one, which keeps them until it is closed, too.
     ``Replay.lost`` blocks were journalled, but their slot file is missing or too short.
     Raises ``ConfigError`` or ``FormatError`` and then leaves *paths* as they were: nothing
     deleted, nothing overwritten, nothing left behind.
@@ -109,7 +143,13 @@ def open_directories(
     try:
         _check(system, paths, wanted)
         with ExitStack() as undo:
-            opened = _open(system, paths, wanted, lock_timeout_seconds, undo)
+            locks = undo.enter_context(ExitStack())
+            if reservation is None:
+                _lock(system, paths, lock_timeout_seconds, locks, undo)
+            else:
+                for fd in reservation.locks:
+                    locks.callback(system.close, os.dup(fd))
+            opened = _open(system, paths, wanted, locks, undo)
             undo.pop_all()
             return opened
     except OSError as e:
@@ -145,17 +185,9 @@ def _open(
     system: FileSystem,
     paths: Sequence[Path],
     wanted: Wanted,
-    lock_timeout_seconds: float,
+    locks: ExitStack,
     undo: ExitStack,
 ) -> tuple[OpenDirectories, Replay]:
-    locks = undo.enter_context(ExitStack())
-    for path in paths:
-        _make_directory(system, path, undo)
-        had_lock = exists(system, path / LOCK_NAME)
-        locks.callback(system.close, lock_directory(system, path, lock_timeout_seconds))
-        if not had_lock:
-            undo.callback(system.unlink, path / LOCK_NAME)
-
     found, superblock = _check(system, paths, wanted)
     replay = load_journal(system, paths[0], superblock.store_id)
     _forget_lost(system, paths, found or superblock, replay)
@@ -175,6 +207,25 @@ def _open(
         store_superblock(system, paths[0], superblock, 0)
     journal = Journal(system, paths[0], superblock.store_id, replay)
     return OpenDirectories(superblock, files, journal, locks.pop_all()), replay
+
+
+def _lock(
+    system: FileSystem,
+    paths: Sequence[Path],
+    timeout_seconds: float,
+    locks: ExitStack,
+    undo: ExitStack,
+) -> list[int]:
+    """The locked descriptors, which *locks* closes; what is made here goes with *undo*."""
+    found = []
+    for path in paths:
+        _make_directory(system, path, undo)
+        had_lock = exists(system, path / LOCK_NAME)
+        found.append(lock_directory(system, path, timeout_seconds))
+        locks.callback(system.close, found[-1])
+        if not had_lock:
+            undo.callback(system.unlink, path / LOCK_NAME)
+    return found
 
 
 def _make_directory(system: FileSystem, path: Path, undo: ExitStack) -> None:

@@ -28,9 +28,9 @@ def lock_directory(system: FileSystem, directory: Path, timeout_seconds: float) 
         if fd is not None:
             return fd
         if time.monotonic() >= deadline:
+            waited = f" (waited {timeout_seconds:g} s)" if timeout_seconds else ""
             raise ConfigError(
-                f"disk store {directory} is in use by process {_holder(system, path)} "
-                f"(waited {timeout_seconds:g} s)",
+                f"disk store {directory} is in use by process {_holder(system, path)}{waited}",
                 hint="stop that process, or give this store another directory",
             )
         time.sleep(_POLL_SECONDS)  # flock has no timeout of its own

@@ -24,7 +24,7 @@ from kvstrata.core.units import human_bytes
 from kvstrata.storage.compress import FRAME_OVERHEAD_BYTES, CompressedStore
 from kvstrata.storage.device import Tensor, device_handle
 from kvstrata.storage.disk import DiskStore
-from kvstrata.storage.disk_directory import check_directories
+from kvstrata.storage.disk_directory import Reservation, check_directories
 from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.handles import DeviceType, StorageHandle
@@ -38,7 +38,7 @@ from kvstrata.storage.store import Store
 from kvstrata.storage.superblock import SUPERBLOCK_NAME
 from kvstrata.storage.wrap import ApartStore
 
-__all__ = ["StorageEngine", "check_directories_of"]
+__all__ = ["StorageEngine", "check_directories_of", "reserve_directories_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class StorageEngine:
         *,
         remote: Store | None = None,
         block_format: BlockFormat = EXACT,
+        reservation: Reservation | None = None,
     ) -> None:
         """*block*: the KV groups of a block, or its bytes where nobody looks inside. How many
         blocks a tier holds is for *tiers* to say, not for ``num_block``.
@@ -78,7 +79,8 @@ class StorageEngine:
         another length then, and ``as_blocks`` makes blocks of them.
 
         *remote* is a store to use as remote tier in place of that of *tiers*; once it is
-        made the engine owns it, and closes it. Raises ``ConfigError`` where that cannot be, and
+        made the engine owns it, and closes it. *reservation* is what ``reserve_directories_of`` has
+        given for *tiers*. Raises ``ConfigError`` where that cannot be, and
         then leaves nothing allocated.
         """
         self.groups = () if isinstance(block, int) else tuple(block)
@@ -112,7 +114,7 @@ class StorageEngine:
             )
             self._add(DeviceType.HOST, memory, memory.slots)
             if disk is not None:
-                store = open_disk(disk, self._kept_bytes)
+                store = open_disk(disk, self._kept_bytes, reservation)
                 self._add(DeviceType.DISK, store, store.statistics().capacity_blocks)
             if lowest is not None and remote is None:
                 remote = self._open_lowest(lowest, memory)
@@ -247,7 +249,15 @@ def check_directories_of(tiers: Sequence[Tier]) -> None:
             check_directory(tier.path)
 
 
-def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
+def reserve_directories_of(tiers: Sequence[Tier]) -> Reservation | None:
+    """Keep the disk tier, if there is one, for this process until it can be opened."""
+    disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+    return Reservation(disk.paths) if disk is not None else None
+
+
+def open_disk(
+    tier: DiskTier, block_bytes: int, reservation: Reservation | None = None
+) -> DiskStore:
     return DiskStore(
         tier.paths,
         block_bytes=block_bytes,
@@ -255,6 +265,7 @@ def open_disk(tier: DiskTier, block_bytes: int) -> DiskStore:
         max_blocks_per_file=tier.max_blocks_per_file,
         discard=tier.discard,
         write_depth=tier.write_depth,
+        reservation=reservation,
     )
 
 
