@@ -80,7 +80,8 @@ tiers:
 
 A capacity is a number of bytes, or a number and a unit: `KiB`, `MiB`, `GiB`, `TiB`, `PiB` are
 powers of 1024, `KB`, `MB`, `GB`, `TB`, `PB` are powers of 1000. `8G` is refused because it does
-not say which.
+not say which. `kvstrata serve`, `server` and `doctor` refuse a host, disk or shared tier of less than 1 MiB:
+most likely its unit is missing.
 
 """
 

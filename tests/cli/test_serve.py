@@ -206,8 +206,33 @@ def test_attach_and_tiers_contradict_each_other() -> None:
 
 def test_a_host_tier_larger_than_memory() -> None:
     message = refused("model", "--host-size", PLENTY)
-    assert "the host tier wants 909.5 TiB" in message
-    assert "hint: lower the capacity of the host tier" in message
+    assert f"error: --host-size {PLENTY}: the host tier wants 909.5 TiB" in message
+    assert "hint: lower --host-size to less than" in message
+
+
+@pytest.mark.parametrize("size", ["256", "512KiB"])
+def test_a_host_tier_that_can_hold_nothing_most_likely_lacks_its_unit(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = {"256": "256 B", "512KiB": "512.0 KiB"}[size]
+    complaint = f"the host tier has {shown}, and less than 1.0 MiB is of no use\n"
+    assert refused("model", "--host-size", size) == (
+        f"error: --host-size {size}: {complaint}"
+        "  hint: give --host-size a number with its unit, for example 8GiB\n"
+    )
+    monkeypatch.setenv("KVSTRATA_TIERS", f"host:{size}")
+    assert refused("model") == (
+        f"error: {complaint}"
+        "  hint: give the capacity of the host tier in `tiers` a number with its unit, for example 8GiB\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["disk", "shared"])
+def test_a_tier_below_may_lack_its_unit_as_well(kind: str, tmp_path: Path) -> None:
+    assert refused("model", f"--{kind}", f"{tmp_path}/kv:200").startswith(
+        f"error: --{kind} {tmp_path}/kv:200: the {kind} tier has 200 B, and less than 1.0 MiB"
+    )
+    assert not (tmp_path / "kv").exists()
 
 
 def test_a_disk_tier_larger_than_the_disk(tmp_path: Path) -> None:
@@ -236,11 +261,21 @@ def test_a_disk_directory_that_cannot_be_written(
         (["--host-size", "0"], "--host-size: '0' is not between 1 byte"),
         (["--disk", "/var/cache/kv"], "is not a path and a size"),
         (["--disk", "/var/cache/kv:much"], "--disk: 'much' is not a number of bytes"),
+        (
+            ["--remote", "valkey://cache?ttl=7"],
+            "unknown setting 'tiers.1.ttl' (got '7', from --remote)",
+        ),
+        (["--remote", "s3://b?ttl_seconds=7d"], "(got '7d', from --remote)"),
+        (["--remote", "cache:6379"], "tiers (from --remote): "),
+        (["--remote", "disk:/x:1GiB"], "'disk:/x:1GiB' is not the address of one tier"),
+        (["--remote", "valkey://u:secret@c | s3://b"], "(from --remote): "),
         (["--config", "/nowhere.yaml"], "cannot read the file /nowhere.yaml"),
     ],
 )
 def test_wrong_values_are_named_with_their_option(arguments: list[str], message: str) -> None:
-    assert message in refused("model", *arguments)
+    found = refused("model", *arguments)
+    assert message in found
+    assert "secret" not in found
 
 
 def test_a_misspelt_setting_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

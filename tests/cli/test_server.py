@@ -185,8 +185,9 @@ def test_wrong_settings_end_the_server_with_2(place: Path) -> None:
     )
     contradictory = {"KVSTRATA_LOOKUP_WAIT_SECONDS": "3"}
     assert "longer than lookup_timeout_seconds" in refused("--socket", path, env=contradictory)
-    small = ["--socket", path, "--host-size", "1KiB", "--block-bytes", "64KiB"]
+    small = ["--socket", path, "--host-size", "1MiB", "--block-bytes", "2MiB"]
     assert "block" in refused(*small)
+    assert "--block-bytes: '64K' has an unknown unit" in refused(*small[:-1], "64K")
     assert not (place / "s.sock").exists()
 
 
@@ -300,8 +301,8 @@ def test_pins_are_shown(place: Path) -> None:
 
 def test_operator_pins_the_prompt_of_a_request(place: Path) -> None:
     where = ("--socket", str(place / "s.sock"))
-    with serving(place, "--host-size", "512KiB") as path, engine(path) as client:
-        save_some(client, 3, "cmpl-7-0-12ab34cd")
+    with serving(place, "--host-size", "1MiB") as path, engine(path) as client:
+        save_some(client, 7, "cmpl-7-0-12ab34cd")
         missed = client.get_match(NAMESPACE, [secrets.token_bytes(32)], request="cmpl-8")
         shown = printed("pin", "--request", "cmpl-7", "--ttl", "60", *where)
         as_json = printed("pin", "--request", "cmpl-7-0-12ab34cd", *where, "--json")
@@ -309,10 +310,10 @@ def test_operator_pins_the_prompt_of_a_request(place: Path) -> None:
         not_here = kvstrata("pin", "--request", "cmpl-8", *where)
         unknown = kvstrata("pin", "--request", "cmpl-9", *where)
     assert missed.task_id == 0
-    assert shown == f"pin 1 at {path}: 3 blocks for 60 seconds\n"
+    assert shown == f"pin 1 at {path}: 7 blocks for 60 seconds\n"
     assert json.loads(as_json) == {"pins": [{"socket": str(path), "number": 2, "blocks": 1}]}
     assert [each.returncode for each in (full, not_here, unknown)] == [1, 1, 1]
-    assert full.stderr.startswith("error: no more may be pinned: 4 blocks are, in 2 pins")
+    assert full.stderr.startswith("error: no more may be pinned: 8 blocks are, in 2 pins")
     assert "none of these blocks is in host memory or on disk" in not_here.stderr
     assert unknown.stderr == (
         "error: nothing is pinned: no server knows this request\n"

@@ -32,7 +32,7 @@ def settings_of(line: CommandLine, folder: Path, patch: pytest.MonkeyPatch) -> C
     """What the program would run a server with. This machine need not be large enough for it."""
     given: list[Config] = []
     patch.setattr("kvstrata.server.main.run_server", lambda config, *_, **__: given.append(config))
-    patch.setattr("kvstrata.cli.server.check_machine", lambda _: [])
+    patch.setattr("kvstrata.cli.server.check_machine", lambda *_: [])
     for name, value in line.environment.items():
         patch.setenv(name, value)
     file = settings_file(line, folder)

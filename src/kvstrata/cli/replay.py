@@ -13,11 +13,13 @@ import typer
 
 from kvstrata.cli import replay_options as o
 from kvstrata.cli.reporting import JsonFlag, reported
+from kvstrata.cli.sizes import size_of
 from kvstrata.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstrata.cli.replay_report import Report
     from kvstrata.core.tier_fields import Eviction
+    from kvstrata.core.write_rule import WriteRule
     from kvstrata.replay.cost import Costs, Model
     from kvstrata.replay.formats import Reading
     from kvstrata.replay.outcome import Outcome
@@ -74,16 +76,16 @@ def replay(  # noqa: PLR0913 - each is an option
     """
     with reported():
         from kvstrata.cli.replay_report import Report
-        from kvstrata.core.units import parse_bytes
-        from kvstrata.core.write_rule import parse_write_rule
         from kvstrata.replay.cost import Costs, Model, Rates
         from kvstrata.replay.formats import Reading, parse_labels
         from kvstrata.replay.simulator import CachePlan
 
         if plot is not None:
             _check_plot(plot, sweep)
-        rule = parse_write_rule(disk_write)
-        token_bytes = None if kv_bytes_per_token is None else parse_bytes(kv_bytes_per_token)
+        rule = _write_rule(disk_write)
+        token_bytes = None
+        if kv_bytes_per_token is not None:
+            token_bytes = size_of("--kv-bytes-per-token", kv_bytes_per_token)
         model = Model(layers, kv_heads, head_size, dtype, mla, token_bytes)
         rates = Rates(prefill_rate, attention_tokens, host_gbps * _GIGA, disk_gbps * _GIGA)
         labels = parse_labels(label or [])
@@ -169,11 +171,12 @@ def _block_bytes(trace: "Trace", model: "Model") -> int:
 
 
 def _sizes(host: str, disk: str | None, sweep: list[str], costs: "Costs") -> "list[Sizes]":
-    from kvstrata.core.units import human_bytes, parse_bytes
+    from kvstrata.core.units import human_bytes
     from kvstrata.replay.sizes import parse_axis, sizes_of
 
     axes = [parse_axis(text) for text in sweep]
-    sizes = sizes_of(parse_bytes(host), 0 if disk is None else parse_bytes(disk), axes)
+    disk_bytes = 0 if disk is None else size_of("--disk", disk)
+    sizes = sizes_of(size_of("--host", host), disk_bytes, axes)
     for each in sizes:
         for tier, size_bytes in (("host", each.host_bytes), ("disk", each.disk_bytes)):
             if 0 < size_bytes < costs.block_bytes:
@@ -201,9 +204,16 @@ def _policies(names: str) -> "list[Eviction]":
 
 
 def _device_blocks(device: str | None, costs: "Costs") -> int:
-    from kvstrata.core.units import parse_bytes
+    return 0 if device is None else size_of("--device", device) // costs.block_bytes
 
-    return 0 if device is None else parse_bytes(device) // costs.block_bytes
+
+def _write_rule(text: str) -> "WriteRule":
+    from kvstrata.core.write_rule import parse_write_rule
+
+    try:
+        return parse_write_rule(text)
+    except ConfigError as e:
+        raise ConfigError(f"--disk-write: {e.args[0]}", hint=e.hint) from None
 
 
 def _check_plot(plot: Path, sweep: list[str] | None) -> None:

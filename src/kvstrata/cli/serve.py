@@ -94,7 +94,7 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
             )
         overrides = overrides_of(config=config, tiers=tiers, socket=attach)
         _refuse_secrets(overrides)
-        warnings = _check(overrides, blend=blend)
+        warnings = _check(overrides, tiers, blend=blend)
         transfer = {
             **(_BLEND_CONNECTOR if blend else _CONNECTOR),
             "kv_role": role.value,
@@ -169,7 +169,7 @@ def _refuse_mistakes(model: str, rest: Sequence[str]) -> None:
             )
 
 
-def _check(overrides: dict[str, object], *, blend: bool) -> list[str]:
+def _check(overrides: dict[str, object], tiers: TierOptions, *, blend: bool) -> list[str]:
     """Raise ConfigError for what would keep the engine from starting; return warnings."""
     from kvstrata.core.load import load_config
     from kvstrata.server import sockets
@@ -181,7 +181,7 @@ def _check(overrides: dict[str, object], *, blend: bool) -> list[str]:
             f"{names} is set, and --blend is not", hint=f"add --blend, or drop {names}"
         )
     if settings.socket is None:
-        return check_machine(settings)
+        return check_machine(settings, tiers)
     try:
         sockets.connect(settings.socket).close()
     except ServerUnavailable as e:

@@ -21,6 +21,7 @@ from kvstrata.cli.settings import (
     check_machine,
     overrides_of,
 )
+from kvstrata.cli.sizes import size_of
 from kvstrata.core.errors import InvariantViolated
 
 __all__ = ["server"]
@@ -65,7 +66,6 @@ def server(  # noqa: PLR0913, PLR0917 - each is an option
     told to stop is written first.
     """
     from kvstrata.core.load import load_config
-    from kvstrata.core.units import parse_bytes
     from kvstrata.server.main import run_server
 
     log_to_stderr(log_format)
@@ -76,9 +76,9 @@ def server(  # noqa: PLR0913, PLR0917 - each is an option
         chosen = {"kv_events": kv_events, "metrics": metrics}
         overrides |= {name: value for name, value in chosen.items() if value is not None}
         settings = load_config(overrides, overrides_name=COMMAND_LINE)
-        for warning in check_machine(settings):
+        for warning in check_machine(settings, tiers):
             _log.warning("%s", warning)
-        size_bytes = None if block_bytes is None else parse_bytes(block_bytes)
+        size_bytes = None if block_bytes is None else size_of("--block-bytes", block_bytes)
         on_prefault = _progress_bar() if sys.stderr.isatty() else None
         run_server(settings, path, block_bytes=size_bytes, on_prefault=on_prefault)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
+from kvstrata.cli.sizes import size_of
 from kvstrata.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,24 +98,45 @@ def overrides_of(
     return overrides
 
 
-def check_machine(config: "Config") -> list[str]:
-    """Raise ConfigError unless this machine can hold the tiers of *config*; return warnings."""
+def check_machine(config: "Config", tiers: TierOptions) -> list[str]:
+    """Raise ConfigError unless this machine can hold the tiers of *config*; return warnings.
+
+    A tier that *tiers* names is called by its option.
+    """
     from kvstrata.cli.diagnosis import check_disk, check_host, check_lowest
 
-    findings = list(check_host(config.host_tier))
+    host = {} if tiers.host_size is None else {"setting": "--host-size"}
+    disk = {} if tiers.disk is None else {"setting": "--disk"}
+    shared = {} if tiers.shared is None else {"setting": "--shared"}
+    findings = list(check_host(config.host_tier, **host))
     if config.disk_tier is not None:
-        findings += check_disk(config.disk_tier)
+        findings += check_disk(config.disk_tier, **disk)
     if config.lowest_tier is not None:
-        findings += check_lowest(config.lowest_tier)
+        findings += check_lowest(config.lowest_tier, **shared)
     for finding in findings:
         if finding.level == "problem":
-            raise ConfigError(finding.message, hint=finding.remedy or None)
+            said = _said(tiers, finding.subject)
+            raise ConfigError(f"{said}{finding.message}", hint=finding.remedy or None)
     return [finding.message for finding in findings if finding.level == "warning"]
+
+
+def _said(tiers: TierOptions, subject: str) -> str:
+    """The option that a finding on *subject* is about, with its value, if it was given."""
+    from kvstrata.core.pipeline import redact
+
+    options = {
+        "memory": ("--host-size", tiers.host_size),
+        "disk": ("--disk", tiers.disk),
+        "shared": ("--shared", tiers.shared),
+        "remote": ("--remote", tiers.remote),
+    }
+    option, value = options.get(subject, ("", None))
+    return "" if value is None else f"{option} {redact(value)}: "
 
 
 def _tiers(overrides: dict[str, object], options: TierOptions) -> list[dict[str, object]]:
     from kvstrata.core.load import load_config
-    from kvstrata.core.pipeline import depth_of, parse_pipeline
+    from kvstrata.core.pipeline import depth_of
 
     base = load_config(overrides, overrides_name=COMMAND_LINE)
     found: dict[str, dict[str, object]] = {
@@ -132,9 +154,25 @@ def _tiers(overrides: dict[str, object], options: TierOptions) -> list[dict[str,
         paths, capacity = _directories("--shared", options.shared)
         found["shared"] = {"kind": "shared", "path": ",".join(paths), "capacity": capacity}
     if options.remote is not None:
-        tier = parse_pipeline(f"host | {options.remote}")[1]
+        tier = _remote(options.remote)
         found[str(tier["kind"])] = tier
     return sorted(found.values(), key=lambda tier: depth_of(str(tier["kind"])))
+
+
+def _remote(text: str) -> dict[str, object]:
+    """The tier at the address *text*, whose faults are told with the option."""
+    from kvstrata.core.load import load_config
+    from kvstrata.core.pipeline import parse_pipeline, redact
+    from kvstrata.core.remote_tiers import RemoteTier
+
+    pipeline = f"host | {text}"
+    config = load_config({"tiers": pipeline}, environ={}, overrides_name="--remote")
+    if not isinstance(config.lowest_tier, RemoteTier) or len(config.tiers) > 2:
+        raise ConfigError(
+            f"--remote {redact(text)!r} is not the address of one tier",
+            hint="give one such as s3://BUCKET/PREFIX; directories are for --disk and --shared",
+        )
+    return parse_pipeline(pipeline)[1]
 
 
 def _directories(option: str, text: str) -> tuple[list[str], int | Literal["auto"]]:
@@ -149,14 +187,7 @@ def _directories(option: str, text: str) -> tuple[list[str], int | Literal["auto
 
 
 def _capacity(option: str, text: str, *, may_be_auto: bool = True) -> int | Literal["auto"]:
-    from kvstrata.core.units import parse_bytes
-
-    if may_be_auto and text.strip().lower() == "auto":
-        return "auto"
-    try:
-        return parse_bytes(text)
-    except ConfigError as e:
-        raise ConfigError(f"{option}: {e.args[0]}", hint=e.hint) from None
+    return "auto" if may_be_auto and text.strip().lower() == "auto" else size_of(option, text)
 
 
 def _absolute(path: Path) -> Path:

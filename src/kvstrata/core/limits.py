@@ -13,6 +13,8 @@ from kvstrata.core.tiers import DiskTier, HostTier
 from kvstrata.core.units import exact_bytes, human_bytes
 
 __all__ = [
+    "DISK_CAPACITY",
+    "HOST_CAPACITY",
     "available_memory_bytes",
     "check_disk_capacity",
     "check_host_capacity",
@@ -21,6 +23,8 @@ __all__ = [
     "resolve_host_capacity",
 ]
 
+HOST_CAPACITY: Final = "the capacity of the host tier in `tiers`"
+DISK_CAPACITY: Final = "the capacity of the disk tier in `tiers`"
 AUTO_SHARE: Final = 0.25
 AUTO_MOST_BYTES: Final = 64 * 2**30
 _PAGE_BYTES: Final = 4096
@@ -47,13 +51,16 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
     return min([_mem_available_bytes(root), *_cgroup_headrooms(root)])
 
 
-def resolve_host_capacity(tier: HostTier, root: Path = _ROOT) -> int:
+def resolve_host_capacity(
+    tier: HostTier, root: Path = _ROOT, *, setting: str = HOST_CAPACITY
+) -> int:
     """Return the bytes of host memory that *tier* means here, known to be available now.
 
+    *setting* is what a ``ConfigError`` calls its capacity.
     ``auto`` is 25 % of the memory available, at most 64 GiB, in whole pages.
     """
     if tier.capacity != "auto":
-        check_host_capacity(tier.capacity, root)
+        check_host_capacity(tier.capacity, root, setting=setting)
         return tier.capacity
     available = available_memory_bytes(root)
     capacity = min(int(available * AUTO_SHARE), AUTO_MOST_BYTES) // _PAGE_BYTES * _PAGE_BYTES
@@ -65,20 +72,22 @@ def resolve_host_capacity(tier: HostTier, root: Path = _ROOT) -> int:
     return capacity
 
 
-def check_host_capacity(capacity_bytes: int, root: Path = _ROOT) -> None:
+def check_host_capacity(
+    capacity_bytes: int, root: Path = _ROOT, *, setting: str = HOST_CAPACITY
+) -> None:
     """Raise ConfigError if a host tier of *capacity_bytes* does not fit in available memory."""
     available = available_memory_bytes(root)
     if capacity_bytes > available:
         raise ConfigError(
             f"the host tier wants {human_bytes(capacity_bytes)} and "
             f"{human_bytes(available)} of memory is available",
-            hint=f"lower the capacity of the host tier in `tiers` to less than "
+            hint=f"lower {setting} to less than "
             f"{exact_bytes(available // 2**20 * 2**20)}, or to auto, or free memory, or raise the "
             f"limit of this cgroup",
         )
 
 
-def check_disk_capacity(tier: DiskTier) -> None:
+def check_disk_capacity(tier: DiskTier, *, setting: str = DISK_CAPACITY) -> None:
     """Raise ConfigError if *tier* does not fit on its file systems, an equal part on each.
 
     What its directory holds already counts as its own, so a restart asks for no second copy.
@@ -90,8 +99,7 @@ def check_disk_capacity(tier: DiskTier) -> None:
             raise ConfigError(
                 f"the disk tier wants {human_bytes(share)} in {path}, where "
                 f"{human_bytes(free)} is free and {human_bytes(held)} is its own already",
-                hint="lower the capacity of the disk tier in `tiers`, or free space, or take "
-                "another directory",
+                hint=f"lower {setting}, or free space, or take another directory",
             )
 
 

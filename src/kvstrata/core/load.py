@@ -32,6 +32,7 @@ ENVIRONMENT_PREFIX: Final = "KVSTRATA_"
 FILE_VARIABLE: Final = "KVSTRATA_CONFIG"
 FILE_KEY: Final = "config_file"
 
+_UNITS: Final = ("_seconds", "_bytes")
 _FIELDS: Final = Config.model_fields
 _TIER_MODELS: Final[dict[str, type[Tier]]] = {
     "host": HostTier,
@@ -286,8 +287,7 @@ def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[Fault]
     field, siblings = _innermost(error["loc"])
     where = _where(error["loc"], origins[key].values[key])
     if error["type"] == "extra_forbidden":
-        name = str(error["loc"][-1])
-        yield Fault(f"unknown setting {where!r} (from {source})", _suggest(name, siblings))
+        yield _unknown_key_of_a_tier(error, where, source, siblings)
         return
     message = cause.args[0] if isinstance(cause, ConfigError) else error["msg"]
     hint = cause.hint if isinstance(cause, ConfigError) else None
@@ -298,6 +298,19 @@ def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[Fault]
     else:
         text = f"{where}: {message} (got {show(error['input'])}, from {source})"
     yield Fault(text, hint or _remedy(field))
+
+
+def _unknown_key_of_a_tier(
+    error: Any, where: str, source: str, siblings: Mapping[str, FieldInfo]
+) -> Fault:
+    name = str(error["loc"][-1])
+    with_unit = [each for each in siblings if each.rpartition("_")[0] == name]
+    if len(with_unit) == 1 and with_unit[0].endswith(_UNITS):
+        return Fault(
+            f"unknown setting {where!r} (got {show(error['input'])}, from {source})",
+            f"did you mean {with_unit[0]}? {_remedy(siblings[with_unit[0]])}",
+        )
+    return Fault(f"unknown setting {where!r} (from {source})", _suggest(name, siblings))
 
 
 def _contradiction_faults(
@@ -315,7 +328,9 @@ def _contradiction_faults(
             yield Fault(f"{each.message} ({sources})", each.hint)
 
 
-def _innermost(location: tuple[int | str, ...]) -> tuple[FieldInfo, Iterable[str]]:
+def _innermost(
+    location: tuple[int | str, ...],
+) -> tuple[FieldInfo, Mapping[str, FieldInfo]]:
     """Return the field that *location* is about, and the names it could have been."""
     if len(location) > 2 and location[2] in _TIER_MODELS:
         fields = _TIER_MODELS[str(location[2])].model_fields
