@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, plain_table, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, plain_console, plain_table, reported
 from kvstrata.core.units import human_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = ["check"]
 
 def check(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="The directories of one disk tier.")
+        list[Path], typer.Argument(metavar="DIR", help="The directories of one disk tier.")
     ],
     *,
     repair: Annotated[
@@ -101,15 +101,13 @@ def _namespaces(report: "CheckReport") -> Iterator[tuple[bytes, int, int]]:
 
 
 def _print(report: "CheckReport") -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(_store_table(report))
     if report.good_blocks or report.damaged_blocks:
         console.print()
         console.print(_namespace_table(report))
     for file in report.stray_files:
-        console.print(f"not of this store: {file}", markup=False, soft_wrap=True)
+        console.print(f"not of this store: {file}", soft_wrap=True)
     console.print(f"\n{_verdict(report)}", style="green" if report.sound else "bold red")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, plain_table, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, plain_console, plain_table, reported
 from kvstrata.cli.servers import SocketOption, ask, bytes_as_given
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import NAMESPACE_ID_BYTES
@@ -87,12 +87,10 @@ _Answers = list[tuple[Path, tuple["ClearReport", "CacheReport | None"]]]
 
 
 def _print(answers: _Answers, *, dry_run: bool) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = plain_console()
     title = "would be cleared" if dry_run else "cleared"
     for path, (report, stats) in answers:
-        console.print(f"server {path}", style="bold", markup=False, soft_wrap=True)
+        console.print(f"server {path}", style="bold", soft_wrap=True)
         table = plain_table("tier", title, "bytes", right=(title, "bytes"))
         for tier, blocks in report.blocks.items():
             table.add_row(tier, f"{blocks:,}", human_bytes(blocks * _block_bytes(stats, tier)))

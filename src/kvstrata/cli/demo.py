@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, ending_in_order, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, ending_in_order, plain_console, reported
 from kvstrata.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -170,9 +170,9 @@ def _follow(
 
 
 def _print(measured: "Measured", device: str, seconds: float) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = plain_console()
     timed = len(measured.answers["plain"]) - 1
     console.print(
         f"vLLM on {device}, random Llama in float32, medians of {timed} prompts of "
@@ -183,6 +183,6 @@ def _print(measured: "Measured", device: str, seconds: float) -> None:
     console.print(measured.table())
     faults = measured.faults()
     for fault in faults:
-        console.print(f"[bold red]wrong[/] {fault}")
+        console.print(Text.assemble(("wrong", "bold red"), f" {fault}"))
     verdict = "failed" if faults else "every hit has hit and no token differs"
     console.print(f"\n{verdict}; {seconds:.0f} s")

@@ -123,6 +123,8 @@ class Measured:
                 yield f"{TITLES[phase]}: blocks were found in: {seen}"
 
     def table(self) -> "Table":
+        from rich.text import Text
+
         from kvstrata.cli.reporting import plain_table
 
         numbers = ("first token", "speed-up", "reused tokens")
@@ -134,7 +136,9 @@ class Measured:
                 f"{result.median_seconds * 1000:.1f} ms",
                 f"{self.cold_seconds / result.median_seconds:.1f}x",
                 f"{result.reused_tokens:,} of {self.prompt_tokens:,}",
-                "equal" if equal else f"[bold red]{result.tokens_equal} of {result.prompts}[/]",
+                "equal"
+                if equal
+                else Text(f"{result.tokens_equal} of {result.prompts}", "bold red"),
             )
         return table
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstrata.cli.reporting import plain_console
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -63,9 +65,7 @@ def _plain(diagnosis: "Diagnosis") -> dict[str, Any]:
 
 
 def _print(diagnosis: "Diagnosis") -> None:
-    from rich.console import Console
-
-    console = Console()
+    console = plain_console()
     console.print(_table(diagnosis.findings))
     warnings = sum(finding.level == "warning" for finding in diagnosis.findings)
     console.print(f"{_count(diagnosis.problems, 'problem')}, {_count(warnings, 'warning')}")

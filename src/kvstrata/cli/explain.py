@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstrata.cli.reporting import FAILED
+from kvstrata.cli.reporting import FAILED, plain_console
 from kvstrata.cli.servers import KNOWN_REQUESTS, ask
 
 if TYPE_CHECKING:
@@ -48,16 +48,15 @@ _REASONS: Final = {
 def show_decisions(socket: Path | None, request: str, *, as_json: bool) -> None:
     """Print the decisions of every server for *request*; raises ``typer.Exit`` if there is none."""
     import msgspec
-    from rich.console import Console
 
     answers = ask(socket, lambda client: client.explain(request))
     if as_json:
         shown = [{"socket": str(path), "decisions": found} for path, found in answers]
         typer.echo(json.dumps({"servers": msgspec.to_builtins(shown)}, indent=2))
-    console = Console(highlight=False)
+    console = plain_console()
     for path, found in answers:
         if found and not as_json:
-            console.print(f"server {path}", style="bold", markup=False, soft_wrap=True)
+            console.print(f"server {path}", style="bold", soft_wrap=True)
             _print(console, found)
     if not any(found for _, found in answers):
         typer.echo(_UNKNOWN.format(request), err=True)
@@ -116,7 +115,7 @@ def _load_ms(decision: "Decision") -> str:
 
 def _print(console: "Console", decisions: list["Decision"]) -> None:
     for number, line in enumerate(table_lines(decisions)):
-        console.print(line, style="" if number else "bold", markup=False, soft_wrap=True)
+        console.print(line, style="" if number else "bold", soft_wrap=True)
     last = next((each.last_block for each in reversed(decisions) if each.last_block), "")
     if last:
         console.print(f"last block found or saved: {last}", soft_wrap=True)

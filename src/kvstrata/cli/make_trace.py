@@ -19,7 +19,10 @@ __all__ = ["make_trace"]
 
 def make_trace(
     file: Annotated[
-        Path, typer.Argument(help="File to write; packed if it ends in .gz. It must not exist.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="File to write; packed if it ends in .gz. It must not exist."
+        ),
     ],
     *,
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 10_000,
@@ -38,7 +41,7 @@ def make_trace(
     """Write a synthetic trace in Mooncake's format: multi-turn chats behind shared system prompts,
     questions about documents of which some are popular, agents at work, single prompts.
 
-    A kind that MIX leaves out does not occur.
+    A kind that MIX leaves out does not occur. Exits with 2 if the file exists or cannot be made.
     """
     with reported():
         import msgspec

@@ -61,6 +61,8 @@ def page(  # noqa: PLR0913 - each is an option
     The page asks the server as kvstrata stats does, once a second however many look at it. There is no
     encryption: put a proxy in front where others share the network. With several servers give the
     socket. Needs kvstrata[page].
+
+    Exits with 0 when it was told to end, and with 1 if no socket is given and no server answers.
     """
     with reported():
         missing = [name for name in _NEEDED if find_spec(name) is None]

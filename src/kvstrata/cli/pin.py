@@ -38,7 +38,7 @@ class _Answer(NamedTuple):
 def pin(  # noqa: PLR0913 - each is an option
     keys: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY]...", help="Keys of a prompt's blocks, in order, as hex."),
+        typer.Argument(metavar="KEY", help="Keys of a prompt's blocks, in order, as hex."),
     ] = None,
     *,
     namespace: Annotated[
@@ -93,7 +93,9 @@ def pin(  # noqa: PLR0913 - each is an option
 
 
 def unpin(
-    number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="Number of the pin.")],
+    number: Annotated[
+        int, typer.Argument(metavar="NUMBER", min=1, max=2**31 - 1, help="Number of the pin.")
+    ],
     *,
     socket: SocketOption = None,
 ) -> None:

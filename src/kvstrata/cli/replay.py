@@ -73,6 +73,8 @@ def replay(  # noqa: PLR0913 - each is an option
 
     A trace has the fields of Mooncake's traces (timestamp, input_length, output_length, hash_ids)
     or is an event log of ours. Bytes are those of the model, by default Llama-3.1-8B.
+
+    Exits with 2 if the trace cannot be read, or an option is wrong.
     """
     with reported():
         from kvstrata.cli.replay_report import Report

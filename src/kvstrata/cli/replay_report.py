@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.cli.reporting import plain_table
+from kvstrata.cli.reporting import plain_console, plain_table
 from kvstrata.core.units import human_bytes
 from kvstrata.replay.outcome import OPTIMUM, Outcome, cheapest
 from kvstrata.replay.runs import Study
@@ -27,9 +27,7 @@ class Report:
     goal: float | None = None  # share of the possible hits to find the size for
 
     def print(self) -> None:
-        from rich.console import Console
-
-        console = Console(highlight=False)
+        console = plain_console()
         console.print(self._head())
         sizes = sorted({outcome.sizes for outcome in self.outcomes})
         if len(sizes) == 1:

@@ -10,9 +10,18 @@ import typer
 from kvstrata.core.errors import ConfigError, KVStrataError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["FAILED", "WRONG_INPUT", "JsonFlag", "ending_in_order", "plain_table", "reported"]
+__all__ = [
+    "FAILED",
+    "WRONG_INPUT",
+    "JsonFlag",
+    "ending_in_order",
+    "plain_console",
+    "plain_table",
+    "reported",
+]
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -43,6 +52,13 @@ def ending_in_order() -> Iterator[None]:
     finally:
         for number, handler in zip(asked, before, strict=True):
             signal.signal(number, handler)
+
+
+def plain_console() -> "Console":
+    """Return one that shows strings as they are: names and paths may have brackets and colons."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def plain_table(*titles: str, right: tuple[str, ...] = ()) -> "Table":

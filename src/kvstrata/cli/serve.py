@@ -51,7 +51,9 @@ class Role(enum.StrEnum):
 
 def serve(  # noqa: PLR0913, PLR0917 - each is an option
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Model name or folder, as for vllm serve.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model name or folder, as for vllm serve.")
+    ],
     host_size: HostSizeOption = None,
     disk: DiskOption = None,
     shared: SharedOption = None,
@@ -82,7 +84,7 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
 
         kvstrata serve MODEL --host-size 8GiB --disk /var/cache/kv:200GiB --max-model-len 32768
 
-    Settings are checked before vLLM starts; a wrong one ends the command with 2.
+    Exits with 2 where a setting is wrong, before vLLM starts, and otherwise as vLLM does.
     """
     with reported():
         _refuse_mistakes(model, context.args)

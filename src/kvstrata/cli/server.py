@@ -64,6 +64,8 @@ def server(  # noqa: PLR0913, PLR0917 - each is an option
 
     Engines join it with 'kvstrata serve MODEL --attach PATH'. What is not on disk yet when it is
     told to stop is written first.
+
+    Exits with 0 when it was told to stop, and with 2 if it cannot start with these settings.
     """
     from kvstrata.core.load import load_config
     from kvstrata.server.main import run_server

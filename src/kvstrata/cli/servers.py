@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 
+from kvstrata.cli.reporting import plain_console
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 
 if TYPE_CHECKING:
@@ -104,13 +105,11 @@ def print_views(
     views: list[ServerView], print_report: Callable[["Console", "CacheReport"], None]
 ) -> None:
     """Print a heading for each server, and *print_report* of those that have an engine."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = plain_console()
     for number, (socket, report) in enumerate(views):
         if number:
             console.print()
-        console.print(f"server {socket}", style="bold", markup=False, soft_wrap=True)
+        console.print(f"server {socket}", style="bold", soft_wrap=True)
         if report is None:
             console.print("waits for its first engine")
         else:

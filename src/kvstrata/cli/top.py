@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, plain_console, reported
 from kvstrata.cli.servers import SocketOption, only_server
 from kvstrata.core.errors import ConfigError
 
@@ -70,7 +70,6 @@ def top(
 
 def _print_once(sampler: "Sampler", *, as_json: bool) -> None:
     import msgspec
-    from rich.console import Console
 
     from kvstrata.cli.top_view import picture
     from kvstrata.server.page.samples import activity
@@ -84,19 +83,18 @@ def _print_once(sampler: "Sampler", *, as_json: bool) -> None:
         del shown["samples"], shown["latest"]
         typer.echo(json.dumps(shown, indent=2))
     else:
-        Console(highlight=False).print(picture(seen))
+        plain_console().print(picture(seen))
     if seen.problem:
         raise typer.Exit(FAILED)
 
 
 def _live(sampler: "Sampler", interval: float) -> None:
     """Until q, Ctrl-C, SIGTERM or the end of the terminal."""
-    from rich.console import Console
     from rich.live import Live
 
     from kvstrata.cli.top_view import picture
 
-    console = Console(highlight=False)
+    console = plain_console()
     with (
         _signals() as caught,
         _keys() as keyboard,

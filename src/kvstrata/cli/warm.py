@@ -36,7 +36,7 @@ def warm(  # noqa: PLR0913 - each is an option
     prompts: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]",
+            metavar="FILE",
             help="Prompts, one a line as JSON: a list of token ids, or a text; - is stdin.",
         ),
     ] = None,
