@@ -94,10 +94,25 @@ def test_a_missing_journal_is_named(made: Path) -> None:
 
 
 def test_what_is_no_tier_ends_with_2_and_a_remedy(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["check", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "has no kvstrata.superblock" in result.stderr
-    assert "hint:" in result.stderr
+    for name in ("empty", "waiting", "mine", "shared"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "waiting" / "kvstrata.lock").write_text("1\n")
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    (tmp_path / "shared" / "kvstrata.shared").write_text("")
+    for name, complaint, remedy in (
+        ("none", "there is no {}", "name the directories of the disk tier"),
+        ("mine/thesis.tex", "{} is not a directory", "name the directories"),
+        ("empty", "{} is empty: no engine has used this disk tier yet", "start an engine with it"),
+        ("waiting", "{} is empty", "mount the disk"),
+        ("mine", "{}: it has no kvstrata.superblock, but 'thesis.tex'", "name the directories"),
+        ("shared", "{} is a shared tier", "name the directories"),
+    ):
+        result = CliRunner().invoke(app, ["check", str(tmp_path / name)])
+        assert result.exit_code == 2
+        message, _, hint = result.stderr.partition("\n  hint: ")
+        assert complaint.partition("{}")[2] in message
+        assert str(tmp_path / name) in message
+        assert remedy in hint
 
 
 def test_a_tier_in_use_ends_with_2(made: Path) -> None:

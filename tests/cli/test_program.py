@@ -84,6 +84,14 @@ def test_a_value_in_brackets_is_shown_as_it_was_given(tmp_path: Path) -> None:
         assert str(file) in result.output
 
 
+@pytest.mark.parametrize("url", ["[red]", "valkey://u:secret@cache", "bucket"])
+def test_gc_of_what_is_no_object_store_says_what_is(url: str) -> None:
+    result = CliRunner().invoke(app, ["gc", url, "--keep", "1GiB"])
+    assert result.exit_code == 2
+    assert "only object stores are collected\n  hint: give s3://, gs:// or az://" in result.stderr
+    assert "secret" not in result.stderr
+
+
 def test_the_list_of_commands_is_complete() -> None:
     registered = [info.callback.__name__ for info in app.registered_commands if info.callback]
     assert [name.replace("_", "-") for name in registered] == COMMANDS

@@ -166,3 +166,20 @@ def test_wrong_uses_are_named(tmp_path: Path) -> None:
     assert (no_terminal.returncode, "give --once" in no_terminal.stderr) == (2, True)
     live_json = kvstrata("top", "--json")
     assert (live_json.returncode, "--json prints once" in live_json.stderr) == (2, True)
+
+
+def test_without_a_server_or_an_engine_it_says_what_to_start(tmp_path: Path) -> None:
+    nowhere = kvstrata("top", "--once", "--socket", f"{tmp_path}/none")
+    assert (nowhere.returncode, nowhere.stdout) == (1, "")
+    assert nowhere.stderr == (
+        f"error: no server answers at {tmp_path}/none: No such file or directory\n"
+        f"  hint: start one with 'kvstrata server --socket {tmp_path}/none', or name the socket of "
+        "another\n"
+    )
+    with serving(tmp_path, "--host-size", "4MiB") as path:
+        waiting = kvstrata("top", "--once", "--socket", str(path))
+    assert (waiting.returncode, waiting.stdout) == (1, "")
+    assert waiting.stderr == (
+        f"error: the server at {path} waits for its first engine, and has nothing to show yet\n"
+        f"  hint: start one with 'kvstrata serve MODEL --attach {path}'\n"
+    )

@@ -8,9 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import until
+from tests.cli.processes import running, until
 from tests.page.model import MODEL, PARTS
 from tests.page.pages import TOKEN, Shown, shown
+from tests.ports import free_port
 
 from kvstrata.server.page.guard import FILES
 
@@ -77,6 +78,19 @@ def test_half_a_file_leaves_nothing_and_a_file_too_long_is_refused(tmp_path: Pat
         assert (status, "16,777,216" in said_back) == (413, True)
         assert not readers(page.process.pid)
         assert "Traceback" not in page.log.read_text()
+
+
+def test_a_page_of_a_server_that_is_not_there_says_what_to_start_and_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    log, nowhere = tmp_path / "page.log", tmp_path / "none"
+    listen = f"127.0.0.1:{free_port()}"
+    with running("page", "--socket", str(nowhere), "--listen", listen, log=log) as page:
+        until(lambda: "is shown at" in log.read_text() or page.poll() is not None, 30, log)
+        assert page.poll() is None
+    assert f"warning: no server answers at {nowhere}: " in log.read_text()
+    assert f"hint: start one with 'kvstrata server --socket {nowhere}'" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

@@ -282,7 +282,12 @@ def test_the_command_says_what_it_did(
     assert "deleted for their age: 2 blocks, 8.3 KiB" in result.output
     assert "not blocks, and not touched: 1 object\n" in result.output
     assert "left 0 B" in result.output
-    assert "nothing was deleted" in invoke("--older-than", "1w").output
+    found = invoke("--older-than", "1w").output
+    assert f"nothing to delete: look whether {engine.scheme}://{BUCKET}/{prefix} is the" in found
+    put(store, 3)
+    found = invoke("--older-than", "52w").output
+    assert "nothing was deleted: no block is due; a lower --older-than or --keep does\n" in found
+    assert "nothing was deleted\n" in invoke("--snapshot").output
 
 
 def test_the_command_as_json(invoke: Invoke, store: ObjectStore) -> None:

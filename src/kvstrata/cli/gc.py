@@ -96,7 +96,7 @@ def gc(  # noqa: PLR0913 - each is an option
         plain = asdict(report) | {"left_bytes": report.left_bytes, "dry_run": dry_run}
         typer.echo(json.dumps(plain, indent=2))
     else:
-        for line in _lines(report, dry_run=dry_run):
+        for line in _lines(report, tier.url, rule):
             typer.echo(line)
 
 
@@ -170,17 +170,25 @@ def _progress() -> "Iterator[Callable[[GcReport], None]]":
         yield show
 
 
-def _lines(report: "GcReport", *, dry_run: bool) -> Iterator[str]:
+def _lines(report: "GcReport", url: str, rule: "GcRule") -> Iterator[str]:
     yield f"found {_count(report.blocks, 'block')}, {human_bytes(report.found_bytes)}"
-    done = "would be deleted" if dry_run else "deleted"
+    done = "would be deleted" if rule.dry_run else "deleted"
     for blocks, size, why in (
         (report.old_blocks, report.old_bytes, "for their age"),
         (report.excess_blocks, report.excess_bytes, "beyond the size to keep"),
     ):
         if blocks:
             yield f"{done} {why}: {_count(blocks, 'block')}, {human_bytes(size)}"
-    if not report.old_blocks and not report.excess_blocks:
-        yield f"{'nothing would be' if dry_run else 'nothing was'} deleted"
+    if not report.blocks:
+        yield f"nothing to delete: look whether {url} is the address of the tier, prefix included"
+    elif not report.old_blocks and not report.excess_blocks:
+        nothing = "nothing would be deleted" if rule.dry_run else "nothing was deleted"
+        is_asked = rule.older_than_seconds is not None or rule.keep_bytes is not None
+        yield (
+            f"{nothing}: no block is due; a lower --older-than or --keep does"
+            if is_asked
+            else nothing
+        )
     if report.renewed_blocks:
         yield f"written anew meanwhile, and left: {_count(report.renewed_blocks, 'block')}"
     if report.other_objects:

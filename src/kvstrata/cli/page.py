@@ -14,8 +14,8 @@ from typing import Annotated, Final
 import typer
 
 from kvstrata.cli.reporting import reported
-from kvstrata.cli.servers import SocketOption, only_server
-from kvstrata.core.errors import ConfigError
+from kvstrata.cli.servers import SocketOption, ask, only_server
+from kvstrata.core.errors import ConfigError, ServerUnavailable
 
 __all__ = ["page"]
 
@@ -93,8 +93,17 @@ def page(  # noqa: PLR0913 - each is an option
         fragment = f"#token={chosen}" if is_made else ""
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it at its end
         with suppress(KeyboardInterrupt):
+            _warn_of_nobody(path)
             typer.echo(f"{path} is shown at {shown}{fragment}")
             run_page(path, listener, access, partial(read_keys_apart, tokenizer=tokenizer))
+
+
+def _warn_of_nobody(path: Path) -> None:
+    """A page may be there before its server is."""
+    try:
+        ask(path, lambda client: client.ping())
+    except ServerUnavailable as e:
+        typer.echo(f"warning: {e}\nthe page goes on asking", err=True)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -131,7 +140,10 @@ def _token(token_file: Path | None, token: str | None) -> str | None:
         try:
             token = token_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read --token-file {token_file}: {e}") from e
+            raise ConfigError(
+                f"cannot read --token-file {token_file}: {e}",
+                hint="openssl rand -hex 32 > FILE; chmod 600 FILE makes one",
+            ) from e
     if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii()):
         raise ConfigError(
             f"the page's token has fewer than {_SHORTEST_TOKEN} ASCII characters",

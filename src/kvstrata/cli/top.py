@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, plain_console, reported
-from kvstrata.cli.servers import SocketOption, only_server
-from kvstrata.core.errors import ConfigError
+from kvstrata.cli.servers import SocketOption, ask, only_server
+from kvstrata.core.errors import ConfigError, ServerUnavailable
 
 if TYPE_CHECKING:
     from kvstrata.server.page.sampler import Sampler
@@ -51,13 +51,16 @@ def top(
             raise ConfigError("this is no terminal", hint="give --once")
         from kvstrata.server.page.sampler import Sampler
 
-        sampler = Sampler(only_server(socket), always_hottest=True)
+        path = only_server(socket)
+        ((_, report),) = ask(path, lambda client: client.stats())
+        if report is None:
+            raise ServerUnavailable(
+                f"the server at {path} waits for its first engine, and has nothing to show yet",
+                hint=f"start one with 'kvstrata serve MODEL --attach {path}'",
+            )
+        sampler = Sampler(path, always_hottest=True)
         try:
             sampler.look()
-            problem = sampler.seen().problem
-            if sampler.seen().report is None and problem:
-                typer.echo(f"error: {sampler.seen().socket}: {problem}", err=True)
-                raise typer.Exit(FAILED)
             if once:
                 time.sleep(interval)  # what happens in it is shown
                 sampler.look()

@@ -104,7 +104,7 @@ def connect(path: Path) -> socket.socket:
         sock.close()
         raise ServerUnavailable(
             f"no server answers at {path}: {e.strerror or e}",
-            hint="start one with `kvstrata server --socket PATH`",
+            hint=f"start one with 'kvstrata server --socket {path}', or name the socket of another",
         ) from e
     if owner != os.getuid():
         sock.close()

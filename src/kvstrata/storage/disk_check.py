@@ -6,6 +6,7 @@
 import fcntl
 import mmap
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -25,6 +26,7 @@ from kvstrata.storage.disk_slots import Piece, SlotFiles
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.disk_table import latest
 from kvstrata.storage.journal import JOURNAL_NAME, Entry, Journal, Records, Replay, load_journal
+from kvstrata.storage.shared_fs_directory import MARKER_NAME
 from kvstrata.storage.superblock import SUPERBLOCK_NAME, Superblock, load_superblock
 
 __all__ = ["CheckReport", "check_store"]
@@ -98,11 +100,25 @@ def check_store(
 
 
 def _check_directory(system: FileSystem, path: Path) -> None:
-    if not exists(system, path / SUPERBLOCK_NAME):
+    if exists(system, path / SUPERBLOCK_NAME):
+        return
+    hint = "name the directories of the disk tier, as its configuration does"
+    if not exists(system, path):
+        raise FormatError(f"there is no {path}", hint=hint)
+    if not stat.S_ISDIR(system.stat(path).st_mode):
+        raise FormatError(f"{path} is not a directory", hint=hint)
+    names = set(system.listdir(path)) - {LOCK_NAME}
+    if not names:
         raise FormatError(
-            f"{path} is no directory of a disk store: it has no {SUPERBLOCK_NAME}",
-            hint="name the directories of the disk tier, as its configuration does",
+            f"{path} is empty: no engine has used this disk tier yet, or its disk is not mounted",
+            hint="start an engine with it, or mount the disk",
         )
+    if MARKER_NAME in names:
+        raise FormatError(f"{path} is a shared tier, and only disk tiers are checked", hint=hint)
+    raise FormatError(
+        f"{path} is no directory of a disk tier: it has no {SUPERBLOCK_NAME}, but {min(names)!r}",
+        hint=hint,
+    )
 
 
 @contextmanager
