@@ -6,17 +6,26 @@
 Needs nothing but Python. A document is tokenized by itself, so that its tokens are the same wherever
 it stands: reuse finds equal tokens, not equal text. What vLLM calls cached are all tokens up to the
 end of what is blended, those computed anew, too: `kvstrata_blend_tokens_total` in its metrics says how
-many were reused. `--random 6` makes up six documents instead, of
-token ids, for a model without a tokenizer.
+many were reused. `--random 6` makes up six documents instead, of token ids, for a model without a tokenizer.
+
+All questions are asked twice, and only the second time counts: a server is slow the first time it does
+anything. Each time has a `cache_salt` of its own, so that nothing is found that was asked before.
 """
 
 import argparse
 import json
 import random
+import secrets
+import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
+
+
+class Failed(Exception):
+    """The server did not do what it was asked; the message says what to do."""
 
 
 class Answer(NamedTuple):
@@ -31,12 +40,34 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=600) as reply:
-        found: dict[str, Any] = json.load(reply)
+    try:
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            found: dict[str, Any] = json.load(reply)
+    except urllib.error.HTTPError as e:
+        raise Failed(f"{url} answers {e.code}: {reason(e)}") from e
+    except (OSError, ValueError) as e:
+        raise Failed(
+            f"no vLLM answers at {url}: {getattr(e, 'reason', e)}\n"
+            "  hint: start one with 'kvstrata serve MODEL --blend', or name another with --url"
+        ) from e
     return found
 
 
-def ask(url: str, model: str, prompt: list[int], *, blend: bool) -> Answer:
+def reason(error: urllib.error.HTTPError) -> str:
+    """What vLLM says of it, with what to do about a model that it does not serve."""
+    text = error.read().decode(errors="replace")
+    try:
+        said = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        said = text.strip() or error.reason
+    if error.url.endswith("/tokenize"):
+        return f"{said}\n  hint: a model without a tokenizer is asked with --random 6"
+    if error.code == 404:
+        return f"{said}\n  hint: the first argument is a model that GET /v1/models names"
+    return said
+
+
+def ask(url: str, model: str, prompt: list[int], salt: str, *, blend: bool) -> Answer:
     """The first tokens of an answer; ``blend`` is all that a client has to say."""
     started = time.perf_counter()
     body = {
@@ -44,6 +75,7 @@ def ask(url: str, model: str, prompt: list[int], *, blend: bool) -> Answer:
         "prompt": prompt,
         "max_tokens": 16,
         "temperature": 0,
+        "cache_salt": salt,
         "kv_transfer_params": {"blend": blend},
     }
     reply = post(f"{url}/v1/completions", body)
@@ -60,27 +92,65 @@ def tokenized(url: str, model: str, text: str) -> list[int]:
     return tokens
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("documents", nargs="*", type=Path)
+    parser.add_argument("model", help="as the server calls it")
+    parser.add_argument("documents", nargs="*", type=Path, help="files of text, two or more")
     parser.add_argument("--question", default="Summarise the documents.")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--random", type=int, default=0, help="so many made-up documents")
     parser.add_argument("--seed", type=int, default=0, help="of these")
     options = parser.parse_args()
-    rng = random.Random(options.seed)
-    if options.random:
-        documents = [[rng.randrange(1, 1000) for _ in range(400)] for _ in range(options.random)]
-        question = [rng.randrange(1, 1000) for _ in range(30)]
-    else:
-        texts = [f"\n\n{file.read_text()}\n\n" for file in options.documents]
-        documents = [tokenized(options.url, options.model, text) for text in texts]
-        question = tokenized(options.url, options.model, options.question)
+    if options.documents and options.random:
+        parser.error("documents are given, and --random makes some up: give one of them")
+    if max(len(options.documents), options.random) < 2:
+        parser.error("another order takes two documents: name files, or give --random 6")
+    if not options.url.startswith(("http://", "https://")):
+        parser.error(f"--url {options.url!r} is no address, for example http://127.0.0.1:8000")
+    options.texts = []
+    for file in options.documents:
+        try:
+            options.texts.append(f"\n\n{file.read_text()}\n\n")
+        except (OSError, UnicodeDecodeError) as e:
+            parser.error(f"{file} cannot be read as text: {e}")
+    return options
 
-    def told(what: str, order: list[list[int]], *, blend: bool) -> bool:
-        prompt = [token for document in order for token in document] + question
-        answer = ask(options.url, options.model, prompt, blend=blend)
+
+def tokens_of(options: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
+    """The documents and the question."""
+    if options.random:
+        rng = random.Random(options.seed)
+        documents = [[rng.randrange(1, 1000) for _ in range(400)] for _ in range(options.random)]
+        return documents, [rng.randrange(1, 1000) for _ in range(30)]
+    documents = [tokenized(options.url, options.model, text) for text in options.texts]
+    return documents, tokenized(options.url, options.model, options.question)
+
+
+def asked(options: argparse.Namespace) -> list[tuple[str, Answer]]:
+    """What each question came to; the first round only warms the server up."""
+    documents, question = tokens_of(options)
+    turned = documents[::-1]
+    answers: list[tuple[str, Answer]] = []
+    for salt in (secrets.token_hex(8), secrets.token_hex(8)):
+        answers = []
+        for what, order, blend in (
+            ("once, computed", documents, False),
+            ("another order, blended", turned, True),
+            ("the same again, computed exactly", turned, False),
+        ):
+            prompt = [token for document in order for token in document] + question
+            answers.append((what, ask(options.url, options.model, prompt, salt, blend=blend)))
+            time.sleep(1.0)  # until the KV of this one is saved
+    return answers
+
+
+def main() -> None:
+    options = parsed()
+    try:
+        answers = asked(options)
+    except Failed as e:
+        sys.exit(f"error: {e}")
+    for what, answer in answers:
         cached = "?" if answer.cached_tokens is None else answer.cached_tokens
         first = answer.approximate_from
         approximate = "" if first is None else f", approximate from token {first} on"
@@ -88,16 +158,12 @@ def main() -> None:
             f"{what:34} {answer.seconds:6.2f} s, {cached} of {answer.prompt_tokens} "
             f"tokens cached{approximate}  {answer.text!r}"
         )
-        return answer.cached_tokens is not None
-
-    turned = documents[::-1]
-    tells = [
-        told("once, computed", documents, blend=False),
-        told("another order, blended", turned, blend=True),
-        told("the same again, computed exactly", turned, blend=False),
-    ]
-    if not any(tells):
+    if all(answer.cached_tokens is None for _, answer in answers):
         print("The server does not tell: start it with --enable-prompt-tokens-details")
+    if all(answer.approximate_from is None for _, answer in answers):
+        print(
+            "Nothing was blended: start it with 'kvstrata serve MODEL --blend'; its log may say why"
+        )
 
 
 if __name__ == "__main__":

@@ -185,6 +185,15 @@ def test_spans_stand_in_the_trace_of_the_http_request(url: str, collector: Colle
     assert len({trace for trace, _ in spans_of(untraced).values()}) == len(kinds)
 
 
+def test_the_example_says_what_is_wrong_with_a_model_that_is_not_served(url: str) -> None:
+    example = Path(__file__).parents[2] / "examples" / "rag.py"
+    command = [sys.executable, str(example), "other", "--url", url, "--random", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"error: {url}/v1/completions answers 404: The model `other`")
+    assert run.stderr.endswith("hint: the first argument is a model that GET /v1/models names\n")
+
+
 def test_the_example_reuses_documents_in_another_order(url: str) -> None:
     """The second question follows at once: where the first is not saved yet, it is computed."""
     example = Path(__file__).parents[2] / "examples" / "rag.py"
