@@ -58,6 +58,10 @@ def test_help_shows_every_word_of_its_text_and_every_value_once_in_brackets(name
             assert _words(parameter.metavar) in shown
     assert "[[" not in shown
     assert "]]" not in shown
+    usage = shown.partition("Usage: ")[2].partition(" Exits ")[0].partition(". ")[0].lower()
+    for parameter in command.params:
+        if parameter.param_type_name == "argument" and not parameter.required:
+            assert f"[{parameter.name}]" in usage
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -20,9 +20,7 @@ __all__ = ["check"]
 
 
 def check(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR", help="The directories of one disk tier.")
-    ],
+    directory: Annotated[list[Path], typer.Argument(help="The directories of one disk tier.")],
     *,
     repair: Annotated[
         bool, typer.Option("--repair", help="Forget what is damaged; good blocks stay.")
@@ -41,7 +39,7 @@ def check(
         from kvstrata.storage.disk_check import check_store
 
         with _progress() as progress:
-            report = check_store(directories, repair=repair, progress=progress)
+            report = check_store(directory, repair=repair, progress=progress)
     if as_json:
         typer.echo(json.dumps(_plain(report), indent=2))
     else:

@@ -36,9 +36,9 @@ class _Answer(NamedTuple):
 
 
 def pin(  # noqa: PLR0913 - each is an option
-    keys: Annotated[
+    key: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY", help="Keys of a prompt's blocks, in order, as hex."),
+        typer.Argument(help="Keys of a prompt's blocks, in order, as hex."),
     ] = None,
     *,
     namespace: Annotated[
@@ -73,7 +73,7 @@ def pin(  # noqa: PLR0913 - each is an option
     """
     with reported():
         if request is not None:
-            if keys or keys_from is not None or namespace is not None:
+            if key or keys_from is not None or namespace is not None:
                 raise ConfigError(
                     "--request and keys with a --namespace are two ways to name blocks",
                     hint="give one of them",
@@ -81,7 +81,7 @@ def pin(  # noqa: PLR0913 - each is an option
             _pin(socket, _request_pinner(request, ttl), ttl, as_json=as_json)
             return
         blocks = [
-            bytes_as_given(key, BLOCK_KEY_BYTES, "a key") for key in _all_keys(keys, keys_from)
+            bytes_as_given(each, BLOCK_KEY_BYTES, "a key") for each in _all_keys(key, keys_from)
         ]
         if namespace is None:
             raise ConfigError(

@@ -55,7 +55,6 @@ class FormatName(StrEnum):
 TraceArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="TRACE",
         help="JSON lines, gzip or not. Without it the small synthetic trace that comes with us.",
         show_default=False,
     ),

@@ -33,10 +33,9 @@ class _Prompt(NamedTuple):
 
 
 def warm(  # noqa: PLR0913 - each is an option
-    prompts: Annotated[
+    file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="FILE",
             help="Prompts, one a line as JSON: a list of token ids, or a text; - is stdin.",
         ),
     ] = None,
@@ -72,7 +71,7 @@ def warm(  # noqa: PLR0913 - each is an option
         from kvstrata.cli.prompt_file import read_prompts
         from kvstrata.server.client import observe
 
-        if sum(each is not None for each in (prompts, request, keys_from)) != 1:
+        if sum(each is not None for each in (file, request, keys_from)) != 1:
             raise ConfigError(
                 "there are three ways to name prompts",
                 hint="give one of FILE, --request and --keys-from",
@@ -90,8 +89,8 @@ def warm(  # noqa: PLR0913 - each is an option
                     ]
                     found = [_Prompt(str(keys_from), where, keys)]
                 else:
-                    assert prompts is not None
-                    listed = read_prompts(_read(prompts), str(prompts), parts, tokenizer)
+                    assert file is not None
+                    listed = read_prompts(_read(file), str(file), parts, tokenizer)
                     found = [_Prompt(name, where, keys) for name, keys in listed]
             _bring_up(client, found, as_json=as_json)
 
