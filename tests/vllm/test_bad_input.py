@@ -56,6 +56,13 @@ def test_bad_settings_stop_the_engine_with_a_message(
             {"tiers": f"host:64MiB | disk:{later}:16MiB"},
             [str(later), "has format version 7, this release reads version 2", "hint:"],
         ),
+        "unitless": (
+            {"tiers": "host:256"},
+            [
+                "ConfigError: the host tier of 256 B holds no block: one takes ",
+                "in `tiers`, for example host:8GiB; a number without a unit counts bytes\n",
+            ],
+        ),
         "huge": ({"tiers": "host:100TiB"}, ["the host tier wants 100.0 TiB", "hint:"]),
         "theirs": (
             {"server": "attached", "socket": str(theirs)},

@@ -1,9 +1,11 @@
 """``load_mode: layerwise`` under vLLM's scheduler, with and without loads that fail."""
 
 import threading
+import traceback
 from dataclasses import replace
 from typing import Any
 
+import pydantic
 import pytest
 from tests.caches import PATIENCE_SECONDS
 from tests.vllm.bench import Bench, prompt
@@ -15,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.request import RequestStatus
 
-from kvstrata.core.errors import ConfigError
+from kvstrata.core.errors import ConfigError, KVStrataError
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.layerwise import obstacle_to_taking_back
 
@@ -292,3 +294,19 @@ def test_graphs_are_piecewise_in_this_mode_alone() -> None:
     asks = KVStrataConnector.requires_piecewise_for_cudagraph
     assert asks({"load_mode": "layerwise"})
     assert not asks({})
+
+
+def test_wrong_settings_are_told_in_our_words_where_vllm_asks_while_it_validates() -> None:
+    """Its configuration is a pydantic dataclass, which wraps a ValueError and ends with a link of its own."""
+
+    @pydantic.dataclasses.dataclass
+    class Asking:
+        def __post_init__(self) -> None:
+            KVStrataConnector.requires_piecewise_for_cudagraph({"tiers": "hots:8GiB"})
+
+    with pytest.raises(KVStrataError) as caught:
+        Asking()
+    message = str(caught.value)
+    assert message.startswith("tiers (from kv_connector_extra_config): unknown tier 'hots'\n")
+    assert message.endswith("\n  hint: did you mean 'host'?")
+    assert "pydantic" not in "".join(traceback.format_exception(caught.value)[-1:])

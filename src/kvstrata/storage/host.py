@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.core.units import human_bytes
 from kvstrata.storage.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, HostMapping, header_bytes
 from kvstrata.storage.numa import prefer_node
 
@@ -60,9 +61,10 @@ class HostMemory:
         self.slots = room_bytes // slot_bytes
         if self.slots < 1:
             raise ConfigError(
-                f"the host tier of {capacity_bytes} bytes holds no block: one takes "
-                f"{slot_bytes + table_bytes}",
-                hint="raise the capacity of the host tier in `tiers`",
+                f"the host tier of {human_bytes(capacity_bytes)} holds no block: one takes "
+                f"{human_bytes(slot_bytes + table_bytes)}",
+                hint="raise the capacity of the host tier in `tiers`, for example host:8GiB; a number "
+                "without a unit counts bytes",
             )
         self.block_bytes = block_bytes
         self.mapping = HostMapping.create(self.slots, slot_bytes, server_id, huge_pages=huge_pages)

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import ConfigError, InvariantViolated
+from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError
 from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.attached_worker import AttachedWorker
 from kvstrata.integration.vllm.blocks import BlockIds
@@ -220,7 +220,12 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """In a recorded graph vLLM would call none of the hooks that come layer by layer."""
-        return load_config(extra_config).load_mode == "layerwise"
+        try:
+            return load_config(extra_config).load_mode == "layerwise"
+        except (
+            ConfigError
+        ) as e:  # pydantic asks: in a ValueError it would put words of its own last
+            raise KVStrataError(str(e.args[0]), hint=e.hint) from None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
