@@ -38,6 +38,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path, option: 
 def test_lmcache_is_not_measured_where_it_is_not(tmp_path: Path) -> None:
     message = refused("--contender", "lmcache", "--output", str(tmp_path / "run"))
     assert "--lmcache DIR" in message
+    message = refused("--lmcache", str(tmp_path), "--output", str(tmp_path / "run"))
+    assert f"--lmcache {tmp_path}: no LMCache is installed there" in message
     assert not (tmp_path / "run").exists()
 
 

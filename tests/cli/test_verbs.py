@@ -112,10 +112,6 @@ def test_warm_brings_a_prompt_up_from_disk_by_request_or_keys(tmp_path: Path) ->
         (["clear", "--tier", "tape"], "no tier 'tape'"),
         (["warm"], "give one of FILE, --request and --keys-from"),
         (["warm", "--request", "r", "--keys-from", "f"], "give one of"),
-        (
-            ["warm", "--request", "unheard"],
-            "is known\n  hint: name keys or prompts instead; known are those of the last 4,096",
-        ),
         (["warm", "--keys-from", "/nowhere/x"], "cannot read /nowhere/x"),
         (["page", "--listen", "here"], "--listen 'here' is no address and port"),
         (["page", "--listen", "name:80"], "'name' is no IP address"),
@@ -129,6 +125,23 @@ def test_wrong_input_is_named(tmp_path: Path, arguments: list[str], said: str) -
         result = kvstrata(*arguments, "--socket", str(path))
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
+
+
+def test_a_request_that_nobody_knows_and_a_server_that_no_engine_has_used_are_told(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "prompts").write_text("[1, 2]\n")
+    with serving(tmp_path, "--host-size", "4MiB") as path:
+        at = ("--socket", str(path))
+        nowhere = kvstrata("warm", "/nowhere/x", *at)
+        unused = kvstrata("warm", str(tmp_path / "prompts"), *at)
+        with engine(path):
+            unheard = kvstrata("warm", "--request", "unheard", *at)
+    assert (nowhere.returncode, unused.returncode, unheard.returncode) == (2, 2, 1)
+    assert "cannot read /nowhere/x" in nowhere.stderr
+    assert "no engine has used this server yet" in unused.stderr
+    assert "hint: start an engine with it, or name the namespace" in unused.stderr
+    assert "is known\n  hint: name keys or prompts instead; known are those" in unheard.stderr
 
 
 def test_prompts_come_from_standard_input_and_a_wrong_line_is_named(tmp_path: Path) -> None:

@@ -101,6 +101,11 @@ def _options(  # noqa: PLR0913, PLR0917 - each is an option
         raise ConfigError(
             "the bench runs vLLM, which is not installed", hint="pip install 'kvstrata[vllm]'"
         )
+    if lmcache is not None and not (lmcache / "lmcache").is_dir():
+        raise ConfigError(
+            f"--lmcache {lmcache}: no LMCache is installed there",
+            hint="pip install --no-deps --target DIR -r bench/lmcache.lock, and name DIR",
+        )
     chosen = PROFILES[profile]
     contenders = _able(contender, chosen.contenders, lmcache)
     return Options(
@@ -128,7 +133,7 @@ def _able(asked: list[str] | None, usual: tuple[str, ...], lmcache: Path | None)
     from kvstrata.bench.services import find_valkey
 
     lacking = {
-        "lmcache": None if lmcache and (lmcache / "lmcache").is_dir() else "--lmcache DIR",
+        "lmcache": None if lmcache else "--lmcache DIR",
         "valkey": None if find_valkey() else "valkey-server or redis-server",
         "kvstrata": None,
     }

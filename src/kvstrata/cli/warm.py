@@ -76,6 +76,8 @@ def warm(  # noqa: PLR0913 - each is an option
                 "there are three ways to name prompts",
                 hint="give one of FILE, --request and --keys-from",
             )
+        named = file if keys_from is None else keys_from
+        content = b"" if named is None else _read(named)
         path = only_server(socket)
         with closing(observe(path, timeout_seconds=_ANSWER_SECONDS)) as client:
             if request is not None:
@@ -85,12 +87,11 @@ def warm(  # noqa: PLR0913 - each is an option
                 if keys_from is not None:
                     keys = [
                         bytes_as_given(each, BLOCK_KEY_BYTES, "a key")
-                        for each in _read(keys_from).decode(errors="replace").split()
+                        for each in content.decode(errors="replace").split()
                     ]
                     found = [_Prompt(str(keys_from), where, keys)]
                 else:
-                    assert file is not None
-                    listed = read_prompts(_read(file), str(file), parts, tokenizer)
+                    listed = read_prompts(content, str(file), parts, tokenizer)
                     found = [_Prompt(name, where, keys) for name, keys in listed]
             _bring_up(client, found, as_json=as_json)
 
@@ -145,10 +146,12 @@ def _of_request(client: "ManagerClient", request: str) -> _Prompt:
         keys = client.prompt(namespace, last) if last else []
         if len(keys):
             return _Prompt(request, namespace, keys)
-    raise ConfigError(
-        f"no block of a request {request!r} is known",
-        hint=f"name keys or prompts instead; {KNOWN_REQUESTS}",
+    typer.echo(
+        f"error: no block of a request {request!r} is known\n"
+        f"  hint: name keys or prompts instead; {KNOWN_REQUESTS}",
+        err=True,
     )
+    raise typer.Exit(FAILED)
 
 
 def _namespace(client: "ManagerClient", given: str | None) -> "tuple[NamespaceId, dict[str, str]]":
@@ -157,9 +160,14 @@ def _namespace(client: "ManagerClient", given: str | None) -> "tuple[NamespaceId
     if given is not None:
         return bytes_as_given(given, NAMESPACE_ID_BYTES, "a namespace"), known.get(given, {})
     used = [name for name, parts in known.items() if parts]
-    if len(used) != 1:
+    if not used:
         raise ConfigError(
-            f"{len(used)} namespaces are in use: {', '.join(used) or 'none'}",
+            "no engine has used this server yet, so no namespace is known",
+            hint="start an engine with it, or name the namespace that its disk or remote tier has: --namespace",
+        )
+    if len(used) > 1:
+        raise ConfigError(
+            f"{len(used)} namespaces are in use: {', '.join(used)}",
             hint="name the one of the engine that will ask, as kvstrata inspect shows it: --namespace",
         )
     return bytes.fromhex(used[0]), known[used[0]]
