@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import pytest
-from tests.caches import ALICE, eventually, keys, reads_running
+from tests.caches import ALICE, PATIENCE_SECONDS, eventually, keys, reads_running
 from tests.remote.proxy import RELAY, Fault, Proxy
 from tests.remote.subject import BoundedEngine, RemoteEngine
 
 from kvstrata.core.config import Config
+from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import BlockKey
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
+from kvstrata.storage.call_time import call_within
 from kvstrata.storage.remote.value import HEADER_BYTES, header_of
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import BreakerStore
@@ -226,6 +228,20 @@ class ProtocolFaults:
         assert node.load() == len(PROMPT)  # from host memory
         assert "credentials" in node.faults()
         node.close()
+
+    def test_a_try_has_what_its_call_has_left(self, running: RemoteEngine, proxy: Proxy) -> None:
+        store = running.open(block_bytes=BLOCK_BYTES, proxy=proxy, timeout_seconds=60.0)
+        asked = [ALICE + block for block in keys(next(_unknown))]
+        assert store.exists(asked) == [False]  # connected
+
+        def ask() -> None:
+            with call_within(0.5), pytest.raises(TierUnavailable) as caught:
+                store.exists(asked)
+            assert caught.value.cause == "timeout"
+
+        with proxy.failing(Fault.SILENCE), ThreadPoolExecutor(1) as other:
+            other.submit(ask).result(PATIENCE_SECONDS)
+        store.close()
 
     @pytest.mark.parametrize("what", ["half", "foreign"])
     def test_a_value_that_was_cut_short_and_one_of_somebody_else(

@@ -1,7 +1,8 @@
 """A manager above a tier that others write to as well."""
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import StoreKey
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState, TaskStatus
+from kvstrata.storage.call_time import end_within
+from kvstrata.storage.store import Store
+from kvstrata.storage.wrap.forward import T
 from kvstrata.testing import Fault, FlakyStore, SlowStore
 from kvstrata.testing.memory import Value
 
@@ -330,4 +334,33 @@ def test_a_call_is_repeated_within_the_time_of_its_tier(
     task = settled(manager, manager.get_match(ALICE, keys(0)))
     assert task.matched_blocks == 0
     assert away.calls == calls
+    manager.close()
+
+
+class Hurried(FlakyStore):
+    """Always away. When each of its calls had to end."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner, itertools.repeat(Fault.BEFORE))
+        self.ends: list[float] = []
+
+    def _call(self, call: Callable[[], T]) -> T:
+        self.ends.append(end_within(3600.0))
+        return super()._call(call)
+
+
+def test_all_tries_of_a_call_share_the_time_of_its_tier(values: dict[StoreKey, Value]) -> None:
+    away = Hurried(GatedStore(values))
+    manager = KVManager(
+        Config.model_validate(
+            {"tiers": "host:32KiB | valkey://cache?timeout_seconds=5", "prefault": False}
+        ),
+        block_bytes=BLOCK_BYTES,
+        remote=away,
+    )
+    began = time.monotonic()
+    settled(manager, manager.get_match(ALICE, keys(0)))
+    assert len(away.ends) == 3
+    assert len(set(away.ends)) == 1
+    assert began < away.ends[0] < time.monotonic() + 5.0
     manager.close()

@@ -1,6 +1,7 @@
 """A tier below host memory: blocks go down in the background and come up on demand."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from kvstrata.storage.wrap import (
     BreakerStore,
     CountedStore,
     LeadingStore,
+    LimitedStore,
     RetryStore,
     TimedStore,
 )
@@ -59,6 +61,7 @@ class CascadeSettings(NamedTuple):
     search: SearchLimits = SearchLimits()
     hung_seconds: float = 10.0  # a call that takes longer counts as a failure
     retry_seconds: float = 2.0  # within which a call that fails is repeated
+    call_seconds: float = math.inf  # for a call with all its repetitions
     upkeep: Callable[[], None] | None = None
 
 
@@ -108,8 +111,9 @@ class Cascade:
             if tier == "disk"
             else RetryStore(CountedStore(timed, self._count_fault), deadline_seconds=retry_seconds)
         )
+        leading = LeadingStore(asked, deadline_seconds=retry_seconds / 2)
         self._store = BreakerStore(
-            LeadingStore(asked, deadline_seconds=retry_seconds / 2),
+            LimitedStore(leading, settings.call_seconds),
             name=tier,
             slow_seconds=settings.hung_seconds,
         )

@@ -1,5 +1,6 @@
 """What a configuration chooses: the eviction policy of a tier, and how each tier is used."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
@@ -13,6 +14,7 @@ from kvstrata.manager.cascade import SearchLimits
 from kvstrata.transfer.engine import TransferLimits
 
 __all__ = [
+    "call_seconds_of",
     "disk_limits_of",
     "hung_seconds_of",
     "make_policy",
@@ -78,15 +80,18 @@ def remote_limits_of(config: Config) -> TransferLimits:
 
 
 def hung_seconds_of(tier: Tier | None) -> float:
-    """After which a call to *tier* has certainly gone wrong: far beyond its own limit."""
-    own_seconds = tier.timeout_seconds if isinstance(tier, RemoteTier) else 0.0
-    return max(_HUNG_SECONDS, 4 * own_seconds)  # it may be asked again, block by block
+    """After which a call to *tier* has certainly gone wrong: far beyond its limit."""
+    return max(_HUNG_SECONDS, 2 * tier.timeout_seconds if isinstance(tier, RemoteTier) else 0.0)
+
+
+def call_seconds_of(tier: Tier | None) -> float:
+    """How long a call to *tier* may take with all its repetitions."""
+    return tier.timeout_seconds if isinstance(tier, RemoteTier) else math.inf
 
 
 def retry_seconds_of(tier: Tier | None) -> float:
-    """Within which a call to *tier* is repeated: no longer than a call of its own may take."""
-    own_seconds = tier.timeout_seconds if isinstance(tier, RemoteTier) else _RETRY_SECONDS
-    return min(_RETRY_SECONDS, own_seconds)
+    """Within which a call to *tier* is repeated."""
+    return min(_RETRY_SECONDS, call_seconds_of(tier))
 
 
 def search_limits_of(config: Config) -> SearchLimits:

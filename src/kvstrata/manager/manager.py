@@ -18,6 +18,7 @@ from kvstrata.core.types import (
 from kvstrata.core.write_rule import WriteRule, parse_write_rule
 from kvstrata.manager.cascade import Cascade, CascadeSettings
 from kvstrata.manager.choices import (
+    call_seconds_of,
     disk_limits_of,
     hung_seconds_of,
     policy_of,
@@ -167,6 +168,7 @@ class KVManager:
                 search=search_limits_of(config),
                 hung_seconds=hung_seconds_of(config.lowest_tier),
                 retry_seconds=retry_seconds_of(config.lowest_tier),
+                call_seconds=call_seconds_of(config.lowest_tier),
                 upkeep=self._storage.upkeep,
             )
             lower["remote"] = Cascade("remote", store, self._cache, self._desk, settings)

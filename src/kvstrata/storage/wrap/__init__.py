@@ -5,6 +5,7 @@ from kvstrata.storage.wrap.breaker import BreakerStore
 from kvstrata.storage.wrap.counted import CountedStore
 from kvstrata.storage.wrap.forward import WrappedStore
 from kvstrata.storage.wrap.leading import LeadingStore
+from kvstrata.storage.wrap.limited import LimitedStore
 from kvstrata.storage.wrap.retry import RetryStore
 from kvstrata.storage.wrap.timed import Operation, TimedStore
 
@@ -13,6 +14,7 @@ __all__ = [
     "BreakerStore",
     "CountedStore",
     "LeadingStore",
+    "LimitedStore",
     "Operation",
     "RetryStore",
     "TimedStore",

@@ -9,7 +9,6 @@ Whoever reaches them can read, alter and remove what is in the pool. The headers
 accidents, not attackers: keep the master and the nodes in a network of their own.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -19,6 +18,7 @@ import msgspec
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey, Write
 from kvstrata.storage.batch import check_keys, check_lengths
+from kvstrata.storage.call_time import end_within
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.remote.ledger import Ledger
 from kvstrata.storage.remote.mooncake.calls import Calls
@@ -186,7 +186,7 @@ class MooncakeStore:
         self._ledger.check_open()
         if self._segment is not None:
             self._segment.keep()
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = end_within(self._timeout_seconds)
         with self._library.lane(deadline) as lane:
             yield Calls(lane, deadline, prefix=self._prefix, silence_seconds=self._silence_seconds)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvstrata.core.types import NamespaceId, Read, StoreKey
+from kvstrata.storage.call_time import end_within
 from kvstrata.storage.remote.value import HEADER_BYTES, judge_header, judge_value
 
 _NAMESPACE_HEX: Final = 2 * 16
@@ -123,10 +124,10 @@ class Wanted:
 
 
 class Deadline:
-    """When a call has to be over."""
+    """When a call has to be over, at the latest *seconds* from now."""
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self._end = end_within(seconds)
 
     def left_seconds(self) -> float:
         """More than 0; raises ``TimeoutError`` if nothing is left."""

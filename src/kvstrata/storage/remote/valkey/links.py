@@ -7,7 +7,6 @@ our ``DeadlineSocket``, so that whatever it does ends in time. Imports the optio
 import socket
 import ssl
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Self
@@ -18,6 +17,7 @@ from valkey.connection import AbstractConnection
 from valkey.exceptions import ResponseError, ValkeyError
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
+from kvstrata.storage.call_time import end_within
 from kvstrata.storage.remote.resolver import Place, Resolver
 from kvstrata.storage.remote.valkey.address import Address, Login
 from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, remaining_seconds
@@ -253,7 +253,7 @@ class Links:
 
     def session(self, timeout_seconds: float) -> Session:
         """One call, of *timeout_seconds* at most."""
-        return Session(self, time.monotonic() + timeout_seconds)
+        return Session(self, end_within(timeout_seconds))
 
     def fault_of(self, error: Exception) -> TierUnavailable:
         """What *error*, which has ended a call, is for a tier."""
