@@ -253,6 +253,12 @@ ROWS: Final = (
                 "Calls a second.",
                 (Query(rate("kvstrata_remote_faults_total", "cause"), "{{cause}}"),),
             ),
+            Panel(
+                "Lookups that the tier that nodes share answered too late",
+                "short",
+                "Longer than remote_lookup_seconds: the prompt is computed. Lookups a second.",
+                (Query(rate("kvstrata_unanswered_lookups_total"), "lookups"),),
+            ),
         ),
     ),
     Row(

@@ -1,8 +1,9 @@
 """A remote tier by its settings: what a server, its operator and several engines see of it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.caches import (
     save,
 )
 from tests.cli.processes import kvstrata
+from tests.remote.proxy import Fault, Proxy
 from tests.remote.valkey_servers import Server
 from tests.server.harness import engine, serving, worker
 
@@ -34,6 +36,15 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("redis"), "--requirepass", PASSWORD)
     yield server
     server.kill()
+
+
+@pytest.fixture
+def slow(redis: Server) -> Iterator[Proxy]:
+    """A link over which a question takes far longer than a request waits."""
+    proxy = Proxy(redis.address)
+    proxy.bytes_per_second = 800
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture
@@ -219,3 +230,44 @@ def test_a_password_may_be_in_a_file(redis: Server, tmp_path: Path) -> None:
 def test_an_address_that_cannot_work_is_refused_at_the_start(address: str) -> None:
     with pytest.raises(ConfigError):
         KVManager(config(address), block_bytes=BLOCK_BYTES)
+
+
+def ask_as_an_engine(manager: KVManager, request: str) -> int:
+    """How many blocks a request gets that waits ``remote_lookup_seconds`` for the shared tier."""
+    task = manager.get_match(ALICE, PROMPT, request=request)
+    assert task.task_id
+    settled = manager.wait([task.task_id], Config().remote_lookup_seconds)[task.task_id]
+    manager.cancel([task.task_id])
+    return len(settled.slots)
+
+
+def has_come_to(count: Callable[[], int], expected: int) -> bool:
+    return count() == expected
+
+
+def test_a_tier_that_says_too_late_what_it_has_is_counted_and_named(
+    url: str, redis: Server, slow: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = KVManager(config(url), block_bytes=BLOCK_BYTES)
+    save(writer, ALICE, PROMPT)
+    writer.close()
+    far = url.replace(str(redis.port), str(slow.port))
+    reader = KVManager(config(far + "&timeout_seconds=10"), block_bytes=BLOCK_BYTES)
+
+    def unanswered() -> int:
+        return reader.counters.snapshot()["kvstrata_unanswered_lookups_total"]
+
+    with slow.failing(Fault.SLOW, bytes_per_second=800):
+        for lookup in range(1, 4):
+            assert ask_as_an_engine(reader, f"late-{lookup}") == 0
+            eventually(partial(has_come_to, unanswered, lookup), "a late answer is not counted")
+    counted = reader.counters.snapshot()
+    assert counted["kvstrata_declined_blocks_total{reason=unanswered}"] == 3 * len(PROMPT)
+    (begun, late) = reader.explain("late-2")
+    assert (begun.reason, late.reason) == ("all", "unanswered")
+    assert (late.asked_blocks, late.taken_blocks) == (len(PROMPT), 0)
+    (warned,) = [line for line in caplog.messages if "remote_lookup_seconds" in line]
+    assert "raise remote_lookup_seconds" in warned
+    assert load(reader, ALICE, PROMPT) == contents(ALICE, PROMPT)
+    assert unanswered() == 3
+    reader.close()

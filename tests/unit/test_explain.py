@@ -30,6 +30,10 @@ def put(asked: int, known: int, taken: int, reason: str) -> Decision:
         (get(15, 15, Reason.PROBE), "all of it, to measure a slow tier again"),
         (get(15, 12, Reason.RECOMPUTE), "the rest is computed sooner than read"),
         (get(15, 0, Reason.TOO_LATE), "the rest would come after the load timeout"),
+        (
+            get(15, 1, Reason.UNANSWERED),
+            "the tier that nodes share said too late what it has of the rest",
+        ),
         (get(15, 1, Reason.OFF), "the rest begins in a tier that is switched off"),
         (
             get(15, 1, Reason.NO_ROOM),

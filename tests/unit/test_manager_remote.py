@@ -121,6 +121,21 @@ def test_what_came_from_there_is_not_written_there_again(
     assert store.written_keys == [ALICE + keys(5)[0]]
 
 
+def test_a_request_that_ends_before_its_lookup_is_answered_counts_as_nothing(
+    store: GatedStore,
+) -> None:
+    manager = KVManager(config(8, remote_lookup_seconds=30), block_bytes=BLOCK_BYTES, remote=store)
+    store.searches.clear()
+    task = manager.get_match(ALICE, keys(0, 0))
+    manager.cancel([task.task_id])
+    store.searches.set()
+    eventually(
+        lambda: count(manager, "lookup_blocks_total{tier=remote}") == 2, "the search has no end"
+    )
+    assert count(manager, "unanswered_lookups_total") == 0
+    manager.close()
+
+
 def test_what_is_known_is_there_at_once_and_the_rest_comes_later(
     manager: KVManager, store: GatedStore
 ) -> None:

@@ -23,6 +23,7 @@ def test_catalogue_is_append_only() -> None:
         "kvstrata_declined_blocks_total",
         "kvstrata_unlogged_events_total",
         "kvstrata_remote_faults_total",
+        "kvstrata_unanswered_lookups_total",
         "kvstrata_loaded_bytes_total",
         "kvstrata_saved_bytes_total",
         "kvstrata_spared_prefill_tokens_total",

@@ -16,8 +16,8 @@ from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.blend import wishes
 from kvstrata.integration.vllm.blend.wishes import can_be_reused, wish_of
 from kvstrata.integration.vllm.blocks import BlockMath, GroupMath
-from kvstrata.integration.vllm.seldom import SeldomWarning
 from kvstrata.integration.vllm.taint import TaintChain
+from kvstrata.observe.seldom import SeldomWarning
 
 TOKENS, HASH_TOKENS = 300, 32
 MATH = BlockMath((GroupMath(HASH_TOKENS),), HASH_TOKENS, 2 * HASH_TOKENS)

@@ -42,6 +42,7 @@ _REASONS: Final = {
     "probe": "{all}, to measure a slow tier again",
     "no_room": "no room for the rest in host memory, or in the model's quota",
     "off": "the rest begins in a tier that is switched off",
+    "unanswered": "the tier that nodes share said too late what it has of the rest",
 }
 
 

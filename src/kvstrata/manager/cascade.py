@@ -178,6 +178,11 @@ class Cascade:
         else:
             self._finder.find(keys, done)
 
+    @property
+    def search_seconds(self) -> float:
+        """What takes longer to find has come too late."""
+        return self._finder.search_seconds
+
     def owe_drop(self, namespace: NamespaceId) -> None:
         """What the tier holds of *namespace* counts no longer; ``pay_drops`` makes it forget.
 

@@ -31,6 +31,7 @@ from kvstrata.manager.tasks import (
 )
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
+from kvstrata.observe.seldom import SeldomWarning
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,9 @@ class Lower(Protocol):
         begin: Callable[[int, int], bool],
     ) -> None: ...
 
+    @property
+    def search_seconds(self) -> float: ...
+
     def is_off(self) -> bool: ...
 
     def relieve(self) -> None: ...
@@ -75,6 +79,14 @@ class _Arrival:
     slots: list[int]
     tasks: set[GetTask] = field(default_factory=set)
     began_at: float = field(default_factory=time.monotonic)
+
+
+class _Search(NamedTuple):
+    """Of the remote tier, for what follows the first *known_blocks* of a lookup."""
+
+    known_blocks: int
+    seconds: float  # that a request waits for it
+    began_at: float
 
 
 class Settling(NamedTuple):
@@ -107,6 +119,7 @@ class Gets:
         self._next_expiry = 0.0
         self._settled: dict[int, Settled] = {}
         self._arrivals: dict[int, _Arrival] = {}  # by block id, while it is being read
+        self._warn_of_late = SeldomWarning(_log)
 
     def match(
         self, lookup: Lookup, owner: int, settled: Settled | None
@@ -148,7 +161,8 @@ class Gets:
             self._read(arrivals)
             if searched is not None:
                 keys = [lookup.namespace + key.tobytes() for key in unknown]
-                searched.find(keys, partial(self._found, task, lookup, len(known)))
+                search = _Search(len(known), searched.search_seconds, time.monotonic())
+                searched.find(keys, partial(self._found, task, lookup, search))
 
         return self.status(task), begin
 
@@ -342,8 +356,9 @@ class Gets:
             done, begin = partial(self._arrived, arrival), partial(self._begin, arrival)
             self._lower[arrival.source].promote(arrival.keys, arrival.slots, done, begin)
 
-    def _found(self, task: GetTask, lookup: Lookup, known: int, count: int) -> None:
-        """The remote tier has *count* blocks behind the first *known* of *lookup*."""
+    def _found(self, task: GetTask, lookup: Lookup, search: _Search, count: int) -> None:
+        """The remote tier has *count* blocks of what *lookup* asks for behind the known ones."""
+        known = search.known_blocks
         with self.settling() as settling:
             settling.tasks.add(task)
             unknown = len(lookup.keys) - known
@@ -351,6 +366,7 @@ class Gets:
                 self._counters.add(metrics.LOOKUP_BLOCKS, count, "remote")
                 self._counters.add(metrics.LOOKUP_BLOCKS, unknown - count, "none")
             if task.state is not TaskState.SEARCHING:
+                self._found_late(task, lookup, search, count)
                 return
             task.state = step(task.state, TaskEvent.FOUND)
             above = int(task.ids[-1]) if len(task.ids) else ABSENT
@@ -362,6 +378,21 @@ class Gets:
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
         self._read(arrivals)
+
+    def _found_late(self, task: GetTask, lookup: Lookup, search: _Search, count: int) -> None:
+        """*task* has not waited for the *count* blocks that were found; it may have ended early."""
+        seconds = time.monotonic() - search.began_at
+        if seconds <= search.seconds:
+            return
+        self._counters.add(metrics.UNANSWERED_LOOKUPS, 1)
+        self._explain(task, lookup, count, Plan(0, Reason.UNANSWERED, 0.0, None))
+        self._warn_of_late(
+            "the tier that nodes share took %.0f ms to say what it has of a prompt, and requests wait "
+            "%g ms: what it has is computed; raise remote_lookup_seconds, or share blocks through "
+            "something nearer",
+            seconds * 1e3,
+            search.seconds * 1e3,
+        )
 
     def _begin(self, arrival: _Arrival, start: int, count: int) -> bool:
         """Whether *count* blocks of *arrival* are to be read: not if nobody has a use for them."""

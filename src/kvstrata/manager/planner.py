@@ -23,6 +23,7 @@ class Reason(enum.Enum):
     PROBE = "probe"  # all is taken, to measure a tier that has lost for a while
     NO_ROOM = "no_room"  # host memory cannot take the rest
     OFF = "off"  # the rest begins in a tier that is switched off
+    UNANSWERED = "unanswered"  # the tier that nodes share said too late what it has of the rest
 
 
 class Plan(NamedTuple):

@@ -36,8 +36,9 @@ DECLINED_BLOCKS: Final = Metric(
     "kvstrata_declined_blocks_total",
     "Blocks that a lookup found and did not take: computing them was expected to be sooner "
     "(recompute), they would have come after the load timeout (too_late), host memory had no "
-    "room for them (no_room), or their tier was switched off (off).",
-    ("recompute", "too_late", "no_room", "off"),
+    "room for them (no_room), their tier was switched off (off), or the tier shared with other nodes "
+    "said too late that it has them (unanswered).",
+    ("recompute", "too_late", "no_room", "off", "unanswered"),
     "reason",
 )
 LOADED_BLOCKS: Final = Metric(
@@ -90,6 +91,11 @@ REMOTE_FAULTS: Final = Metric(
         "foreign",
     ),
     "cause",
+)
+UNANSWERED_LOOKUPS: Final = Metric(
+    "kvstrata_unanswered_lookups_total",
+    "Lookups that went on without the tier shared with other nodes: what it has of the prompt it had "
+    "not said within remote_lookup_seconds.",
 )
 UNLOGGED_EVENTS: Final = Metric(
     "kvstrata_unlogged_events_total",
@@ -289,6 +295,7 @@ CATALOGUE: Final = (
     DECLINED_BLOCKS,
     UNLOGGED_EVENTS,
     REMOTE_FAULTS,
+    UNANSWERED_LOOKUPS,
     LOADED_BYTES,
     SAVED_BYTES,
     SPARED_TOKENS,

@@ -76,6 +76,8 @@ class _NoMemory:
 class _InstantDisk:
     """Every block can be read, and is read at once."""
 
+    search_seconds = 0.0
+
     def promote(
         self,
         keys: Sequence[StoreKey],

@@ -44,7 +44,7 @@ class Finder:
         """
         self._presence = presence
         self._width = max(2, width)
-        self._search_seconds = search_seconds
+        self.search_seconds = search_seconds
         self._clock = clock
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstrata-find")
         self._room = threading.Semaphore(_MOST_WAITING)
@@ -58,7 +58,7 @@ class Finder:
             done(0)
             return
         try:
-            deadline = self._clock() + self._search_seconds
+            deadline = self._clock() + self.search_seconds
             give(self._threads, partial(self._find, keys, done, deadline))
         except RuntimeError:  # closed meanwhile
             done(0)

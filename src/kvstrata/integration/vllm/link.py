@@ -15,7 +15,7 @@ from kvstrata.core.errors import (
 )
 from kvstrata.core.types import NamespaceId
 from kvstrata.integration.vllm.link_redial import Redial
-from kvstrata.integration.vllm.seldom import SeldomWarning
+from kvstrata.observe.seldom import SeldomWarning
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient, Pending
 from kvstrata.server.embedded import EmbeddedServer

@@ -26,8 +26,8 @@ from kvstrata.integration.vllm.layerwise import LayerLoad, LayerSaves
 from kvstrata.integration.vllm.metadata import NULL_BLOCK, Save, StepPlan, WorkerReport
 from kvstrata.integration.vllm.pieces import Piece, Pieces
 from kvstrata.integration.vllm.ranks import Region
-from kvstrata.integration.vllm.seldom import SeldomWarning
 from kvstrata.integration.vllm.worker_tasks import Parts, WorkerTask, note_doubts, problem_of
+from kvstrata.observe.seldom import SeldomWarning
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.near import bring_near
 from kvstrata.storage.numa import memory_nodes

@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.rules import why_not_followed
-from kvstrata.integration.vllm.seldom import SeldomWarning
+from kvstrata.observe.seldom import SeldomWarning
 
 __all__ = ["Wish", "can_be_reused", "wish_of"]
 

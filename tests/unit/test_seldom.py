@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvstrata.integration.vllm.seldom import SeldomWarning
+from kvstrata.observe.seldom import SeldomWarning
 
 
 def test_a_thousand_failures_in_ten_seconds_are_one_line_and_counted_in_the_next(
