@@ -166,6 +166,21 @@ class ProtocolFaults:
         assert "unreachable" in node.faults()
         self.heals(node)
 
+    def nothing_grows(self, node: Node) -> None:
+        """Neither threads nor descriptors, memory nor tasks, however many requests come."""
+        before = _Used.now()
+        end = time.monotonic() + OUTAGE_SECONDS
+        while time.monotonic() < end:
+            asked = keys(next(_unknown), 0, 0, 0)
+            node.load(asked)
+            node.save(asked)
+        report = node.manager.stats()
+        assert (report.running_gets, report.running_puts) == (0, 0)
+        after = _Used.now()
+        assert after.threads <= before.threads + 8
+        assert after.descriptors <= before.descriptors + 48  # 32 connections to an object store
+        assert after.memory_bytes <= before.memory_bytes + (64 << 20)  # 16 MiB are the host tier's
+
     def meets(self, running: RemoteEngine, node: Node, what: str) -> None:
         """One block of the prompt is not what was written."""
         key = ALICE + PROMPT[5]
@@ -215,6 +230,39 @@ class ProtocolFaults:
         self.heals(node, found=kept)
         self.write(running)
         self.heals(node)
+
+    @pytest.mark.parametrize("what", ["stopped", "killed"])
+    def test_a_server_that_is_stopped_or_killed_in_a_batch_of_writes(
+        self, running: RemoteEngine, proxy: Proxy, node: Node, what: str
+    ) -> None:
+        """What is saved is there for requests all the while, and is written in the end."""
+        saved = keys(next(_unknown), *[0] * 47)
+        with proxy.failing(Fault.SLOW, bytes_per_second=8_000_000):
+            sent = proxy.asked_bytes
+            node.save(saved)
+            eventually(lambda: proxy.asked_bytes > sent + IN_A_VALUE, "no value goes there")
+            (running.pause if what == "stopped" else running.kill)()
+        try:
+            assert node.load(saved) == len(saved)
+            self.opens(node)
+            self.nothing_grows(node)
+        finally:
+            (running.resume if what == "stopped" else running.revive)()
+        assert node.faults().keys() & {"timeout", "unreachable"}
+        assert node.faults().keys() <= {"timeout", "unreachable", "refused"}
+        self.is_written(running, node, saved)
+
+    def is_written(self, running: RemoteEngine, node: Node, saved: Sequence[BlockKey]) -> None:
+        """Once the fault is over *saved* is there for all; nothing that was cut short is served."""
+        assert node.drain()
+        reader = Node(self.open(running))
+
+        def write_and_read() -> bool:
+            self.write(running, saved)
+            return reader.load(saved) == len(saved)
+
+        eventually(write_and_read, "what was saved does not come back")
+        reader.close()
 
     def test_connections_that_are_reset(self, proxy: Proxy, node: Node) -> None:
         self.breaks(proxy, node, Fault.RESET)
@@ -316,22 +364,10 @@ class RemoteFaults(ProtocolFaults):
 
     @pytest.mark.parametrize("fault", [Fault.RESET, Fault.SILENCE])
     def test_nothing_grows_in_an_outage(self, proxy: Proxy, node: Node, fault: Fault) -> None:
-        """Neither threads nor descriptors, memory nor tasks, however many requests come."""
         node.load()
         with proxy.failing(fault):
             self.opens(node)
-            before = _Used.now()
-            end = time.monotonic() + OUTAGE_SECONDS
-            while time.monotonic() < end:
-                asked = keys(next(_unknown), 0, 0, 0)
-                node.load(asked)
-                node.save(asked)
-            report = node.manager.stats()
-            assert (report.running_gets, report.running_puts) == (0, 0)
-            after = _Used.now()
-        assert after.threads <= before.threads + 8
-        assert after.descriptors <= before.descriptors + 48  # 32 connections to an object store
-        assert after.memory_bytes <= before.memory_bytes + (64 << 20)  # 16 MiB are the host tier's
+            self.nothing_grows(node)
         assert sum(node.faults().values()) < 100  # the breaker has kept them away
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from email.utils import formatdate
 from http.client import HTTPConnection
 from pathlib import Path
@@ -112,6 +112,9 @@ class ObjectEngine(RemoteEngine):
         self.folder.mkdir()
         self._launch()
 
+    def revive(self) -> None:
+        self._launch()
+
     def stop(self) -> None:
         if self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGCONT)
@@ -156,7 +159,8 @@ class ObjectEngine(RemoteEngine):
     def client(self) -> "S3Store | AzureStore": ...
 
     @abstractmethod
-    def make_bucket(self) -> None: ...
+    def make_bucket(self) -> None:
+        """Unless there is one."""
 
     def _launch(self) -> None:
         command = self.command()
@@ -189,9 +193,11 @@ class _S3Engine(ObjectEngine):
         import boto3
 
         with environment(self.credentials()):
-            boto3.client(
+            client = boto3.client(
                 "s3", endpoint_url=self.endpoint(*self.address()), region_name="us-east-1"
-            ).create_bucket(Bucket=BUCKET)
+            )
+            with suppress(client.exceptions.BucketAlreadyExists):
+                client.create_bucket(Bucket=BUCKET)
 
 
 class RcloneEngine(_S3Engine):
@@ -257,4 +263,4 @@ class AzuriteEngine(ObjectEngine):
                     "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}",
                 },
             )
-            assert connection.getresponse().status == 201
+            assert connection.getresponse().status in {201, 409}

@@ -34,6 +34,7 @@ class Proxy:
         self.fault = Fault.NONE
         self.after_bytes = 0
         self.bytes_per_second = 125_000  # 1 Mbit/s
+        self.asked_bytes = 0
         self.answered_bytes = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -84,7 +85,10 @@ class Proxy:
                 if fault is Fault.SLOW:
                     time.sleep(len(data) / self.bytes_per_second)
                 passed = self._passed(data, fault, is_answer=is_answer)
-                self.answered_bytes += len(passed) if is_answer else 0
+                if is_answer:
+                    self.answered_bytes += len(passed)
+                else:
+                    self.asked_bytes += len(passed)
                 (client if is_answer else engine).sendall(passed)
                 if len(passed) < len(data) and fault is not Fault.SILENCE:
                     if fault is Fault.RESET:

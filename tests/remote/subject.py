@@ -59,6 +59,10 @@ class RemoteEngine(ABC):
     def restart(self) -> None:
         """Start what was killed, at the same address, with nothing in it."""
 
+    def revive(self) -> None:
+        """Start what was killed, with what it has kept."""
+        self.restart()
+
     @abstractmethod
     def stop(self) -> None:
         """End what still runs."""
