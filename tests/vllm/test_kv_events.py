@@ -2,22 +2,20 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 import pytest
 import zmq
 from tests.vllm.engine import CacheServer, Engine, wait_until
 from tests.vllm.oracle import random_prompt
+from tests.vllm.router import Router
 from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
     MEDIUM_GPU,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    KVEventBatch,
 )
 
 from kvstrata.core.config import Config
@@ -28,57 +26,6 @@ pytestmark = pytest.mark.vllm
 TOKENS_PER_BLOCK: Final = 64
 ENGINE_TOPIC: Final = "kv@engine@tiny-llama"
 SERVER_TOPIC: Final = "kv@server@tiny-llama"
-
-
-@dataclass
-class Router:
-    """Follows one publisher, as vLLM's example subscriber does."""
-
-    address: str
-    topic: str
-    context: "zmq.Context[zmq.Socket[bytes]]"
-    events: list[Any] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)  # with medium CPU
-    sequence: int = -1
-
-    def __post_init__(self) -> None:
-        self.socket = self.context.socket(zmq.SUB)
-        self.socket.connect(self.address)
-        self.socket.setsockopt_string(zmq.SUBSCRIBE, self.topic)
-        self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-
-    def hear(self) -> None:
-        while self.socket.poll(0):
-            topic, number, payload = self.socket.recv_multipart()
-            assert topic.decode() == self.topic
-            sequence = int.from_bytes(number, "big")
-            assert self.sequence in {-1, sequence - 1}, "a message is lost"
-            self.sequence = sequence
-            for event in self._decoder.decode(payload).events:
-                self.events.append(event)
-                self.apply(event)
-
-    def apply(self, event: Any) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self.held.clear()
-        elif event.medium == MEDIUM_CPU and isinstance(event, BlockRemoved):
-            self.held.difference_update(event.block_hashes)
-        elif event.medium == MEDIUM_CPU:
-            self.held.update(event.block_hashes)
-
-    def wait(self, count: int, *, of: Any, medium: str | None = MEDIUM_CPU) -> list[Any]:
-        """The events *of* this type in *medium*, as soon as they name *count* blocks."""
-
-        def found() -> list[Any]:
-            self.hear()
-            alike = [event for event in self.events if isinstance(event, of)]
-            return [event for event in alike if event.medium == medium]
-
-        def is_enough() -> bool:
-            return sum(len(event.block_hashes) for event in found()) >= count
-
-        wait_until(is_enough, f"{self.topic}: not {count} blocks in {self.events}")
-        return found()
 
 
 @dataclass
