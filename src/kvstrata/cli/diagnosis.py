@@ -267,7 +267,7 @@ def _check_tiers(config: Config) -> Iterator[Finding]:
     else:
         yield _guarded("round trip", lambda: Finding("round trip", "ok", round_trip(config)))
         if isinstance(config.lowest_tier, RemoteTier):
-            yield _guarded("remote trip", partial(_check_remote, config.lowest_tier))
+            yield check_remote(config.lowest_tier, config.remote_lookup_seconds)
 
 
 def check_host(tier: HostTier, setting: str = HOST_CAPACITY) -> Iterator[Finding]:
@@ -343,13 +343,28 @@ def _check_shared(tier: SharedTier, setting: str) -> Iterator[Finding]:
     yield Finding("shared", "ok", message)
 
 
-def _check_remote(tier: RemoteTier) -> Finding:
+def check_remote(tier: RemoteTier, lookup_seconds: float) -> Finding:
+    """Whether the engine of *tier* can be used, and answers soon enough for requests to wait for."""
     try:
-        return Finding("remote trip", "ok", remote_round_trip(tier))
+        trip = remote_round_trip(tier)
     except TierUnavailable as e:
         message = f"{redact(tier.url)} cannot be used now ({e.cause}): {e.args[0]}"
-        remedy = e.hint or "an engine starts all the same, and tries it again and again"
-        return Finding("remote trip", "problem", message, remedy)
+        return Finding("remote trip", "problem", message, e.hint or "")
+    except KVStrataError as e:
+        return Finding("remote trip", "problem", *_parts(e))
+    lookup_ms, patience_ms = trip.lookup_seconds * 1000, lookup_seconds * 1000
+    message = (
+        f"a block came back unchanged through {redact(tier.url)} in {trip.seconds * 1000:.0f} ms"
+    )
+    if lookup_ms <= patience_ms:
+        return Finding("remote trip", "ok", message)
+    return Finding(
+        "remote trip",
+        "warning",
+        f"{message}; a lookup takes {lookup_ms:.1f} ms, longer than requests wait "
+        f"(remote_lookup_seconds, {patience_ms:g} ms): what it holds will be computed",
+        "raise remote_lookup_seconds, or share blocks through something nearer",
+    )
 
 
 def check_log(path: Path) -> Finding:

@@ -6,12 +6,11 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.limits import nearest_existing
-from kvstrata.core.pipeline import redact
 from kvstrata.core.remote_tiers import RemoteTier
 from kvstrata.core.tiers import DiskTier, HostTier
 from kvstrata.core.types import (
@@ -32,6 +31,12 @@ _PROBE_BLOCKS: Final = 4
 _PROBE_TIER_BYTES: Final = 4 * _PROBE_BLOCKS * PROBE_BLOCK_BYTES
 _PROBE_SECONDS: Final = 10.0
 _JOIN_SECONDS: Final = 0.2
+_SERVERS: Final = "look at the servers of the cluster: which of them are down, and in its state"
+_ROOM: Final = {
+    "objects": "make room, for example with kvstrata gc, or raise the quota",
+    "valkey": "raise maxmemory of the server, or have it evict (maxmemory-policy allkeys-lru)",
+    "mooncake": "start nodes with segments in the pool, or give it one of this node (segment)",
+}
 
 
 def round_trip(config: Config) -> str:
@@ -57,8 +62,15 @@ def round_trip(config: Config) -> str:
     return f"{_PROBE_BLOCKS} blocks came back unchanged through {through} in {milliseconds:.0f} ms"
 
 
-def remote_round_trip(tier: RemoteTier) -> str:
-    """Write a block to the engine of *tier*, read it and remove it again; what was seen.
+class RemoteTrip(NamedTuple):
+    """How long it took to write a block, to read it and to remove it, and to look for it alone."""
+
+    seconds: float
+    lookup_seconds: float
+
+
+def remote_round_trip(tier: RemoteTier) -> RemoteTrip:
+    """Write a block to the engine of *tier*, look for it, read it and remove it again.
 
     Raises:
         TierUnavailable: the engine cannot be used.
@@ -73,15 +85,22 @@ def remote_round_trip(tier: RemoteTier) -> str:
                 break
             time.sleep(_JOIN_SECONDS)  # what this node gives to a pool may not have joined it yet
         if written is Write.FAILED:
-            raise TierUnavailable("the server that a block belongs to does not serve it")
+            raise TierUnavailable(
+                "the server that a block belongs to does not serve it", hint=_SERVERS
+            )
         if written is not Write.STORED:
-            raise TierUnavailable(f"it has no room for a block ({written.value})", cause="full")
+            raise TierUnavailable(
+                f"it has no room for a block ({written.value})", hint=_ROOM[tier.kind], cause="full"
+            )
+        asked = time.monotonic()
+        store.exists([key])
+        lookup_seconds = time.monotonic() - asked
         (read,) = store.read_into([key], [memoryview(buffer)])
         store.remove([key])
-        milliseconds = (time.monotonic() - began) * 1000
+        seconds = time.monotonic() - began
     if read is not Read.HIT or buffer != block:
         raise InvariantViolated(f"the block that was written comes back as a {read.value}")
-    return f"a block came back unchanged through {redact(tier.url)} in {milliseconds:.0f} ms"
+    return RemoteTrip(seconds, lookup_seconds)
 
 
 def _small(config: Config, directory: Path | None) -> Config:

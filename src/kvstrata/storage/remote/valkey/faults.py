@@ -16,7 +16,7 @@ __all__ = ["fault_of"]
 _LOGIN_CODES: Final = {"NOAUTH", "WRONGPASS", "NOPERM", "DENIED"}
 _HINTS: Final[dict[FaultCause, str]] = {
     "unreachable": "check that the server runs and that this host may reach it",
-    "timeout": "check the server and the network, or set a longer timeout",
+    "timeout": "check the server and the network, or set a longer timeout_seconds",
     "name": "check the host name and the resolver",
     "credentials": "check user, password, ACL and certificates of the tier",
     "refused": "check the state and the configuration of the server",
