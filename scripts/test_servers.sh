@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs the servers that the tests start: redis-server, Prometheus, Mooncake's libraries, azurite;
 # Chromium, which looks at the page; systemd's programs, which look at units; and kubectl, which has kustomize in it.
-# What comes from PyPI (mooncake_master, moto, rclone, valkey-server, hadolint, docker-compose, kubernetes-validate) is in
-# requirements-dev.lock. Does nothing where all is there; on Debian it needs root for what is missing.
+# What comes from PyPI (mooncake_master, moto, rclone, fake-gcs-server, valkey-server, hadolint, docker-compose,
+# kubernetes-validate) is in requirements-dev.lock. Does nothing where all is there; on Debian it needs root for what is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -27,7 +27,7 @@ from kvstrata.storage.remote.objects.store import ObjectAccess, ObjectStore
 from kvstrata.storage.remote.objects.values import Names
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig
+    from obstore.store import ClientConfig, GCSStore
 
 BUCKET: Final = "blocks"
 PREFIX: Final = "some/prefix"
@@ -156,7 +156,7 @@ class ObjectEngine(RemoteEngine):
     def credentials(self, *, wrong: bool = False) -> dict[str, str]: ...
 
     @abstractmethod
-    def client(self) -> "S3Store | AzureStore": ...
+    def client(self) -> "S3Store | AzureStore | GCSStore": ...
 
     @abstractmethod
     def make_bucket(self) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from tests.remote.proxy import RELAY
+
 __all__ = ["OddServer", "Request", "answer"]
 
 _PIECE_BYTES: Final = 1 << 16
@@ -57,7 +59,7 @@ class OddServer:
             except OSError:
                 return
             self.connections += 1
-            threading.Thread(target=self._serve, args=[client], daemon=True).start()
+            threading.Thread(target=self._serve, args=[client], name=RELAY, daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
         with client, suppress(OSError):

@@ -1,4 +1,4 @@
-"""The store on object stores keeps the contract of all stores, on S3's protocol and on Azure's."""
+"""The store on object stores keeps the contract of all stores, on S3's protocol, Azure's and Google's."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 from tests.remote.faults import folder_of
+from tests.remote.gcs_engine import GcsEngine
 from tests.remote.objects_engine import AzuriteEngine, MotoEngine, ObjectEngine, RcloneEngine
 from tests.remote.proxy import Fault, Proxy
 
@@ -79,3 +80,9 @@ class TestAzurite(_Conformance):
     """Through obstore alone, by Azure's protocol."""
 
     kind = AzuriteEngine
+
+
+class TestGoogle(_Conformance):
+    """Likewise, by Google's."""
+
+    kind = GcsEngine

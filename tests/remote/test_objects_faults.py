@@ -11,6 +11,7 @@ from tests.remote.faults import (
     RemoteFaults,
     save_in_vain,
 )
+from tests.remote.gcs_engine import GcsEngine
 from tests.remote.objects_engine import (
     KEY_ID,
     SECRET,
@@ -52,6 +53,12 @@ class TestAzureFaults(ProtocolFaults):
     """Where values come and go through obstore."""
 
     engine: ClassVar[type[RemoteEngine]] = AzuriteEngine
+
+
+class TestGoogleFaults(ProtocolFaults):
+    """Likewise, by Google's protocol."""
+
+    engine: ClassVar[type[RemoteEngine]] = GcsEngine
 
 
 def test_an_object_store_without_room_fails_no_request() -> None:

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 from tests.ports import free_port
+from tests.remote.gcs_engine import GcsEngine
 from tests.remote.objects_engine import (
     BUCKET,
     AzuriteEngine,
@@ -33,7 +34,7 @@ STORED_BYTES = BLOCK_BYTES + HEADER_BYTES
 DAY_SECONDS = 86_400.0
 
 
-@pytest.fixture(scope="module", params=[MotoEngine, AzuriteEngine])
+@pytest.fixture(scope="module", params=[MotoEngine, AzuriteEngine, GcsEngine])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ObjectEngine]:

@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.remote.gcs_engine import GcsEngine
 from tests.remote.objects_engine import (
     BUCKET,
     KEY_ID,
@@ -89,7 +90,7 @@ def test_names() -> None:
 # On real engines
 
 
-@pytest.fixture(scope="module", params=[MotoEngine, RcloneEngine, AzuriteEngine])
+@pytest.fixture(scope="module", params=[MotoEngine, RcloneEngine, AzuriteEngine, GcsEngine])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ObjectEngine]:
