@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,8 +11,9 @@ import pytest
 
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
+from kvstrata.storage.call_time import call_within, end_within
 from kvstrata.storage.store import StoreStatistics
-from kvstrata.storage.wrap import BreakerStore, RetryStore, TimedStore
+from kvstrata.storage.wrap import BreakerStore, LimitedStore, RetryStore, TimedStore
 from kvstrata.testing import Fault, FlakyStore, MemoryStore, SlowStore
 
 
@@ -458,3 +460,49 @@ def test_questions_that_succeed_do_not_hide_that_no_block_moves() -> None:
     assert breaker.is_open
     assert breaker.read_into([wanted], [buffer]) == [Read.MISS]
     assert not breaker.is_open
+
+
+class Timed(MemoryStore):
+    """When each call had to end, of calls that may take an hour."""
+
+    def __init__(self) -> None:
+        super().__init__(block_bytes=4, capacity_blocks=2)
+        self.ends: list[float] = []
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+        self.ends.append(end_within(3600.0))
+        return super().exists(keys)
+
+    def drop_namespace(self, namespace_id: NamespaceId) -> int:
+        self.ends.append(end_within(3600.0))
+        return super().drop_namespace(namespace_id)
+
+
+def test_a_call_has_its_limit_and_the_next_one_a_limit_of_its_own() -> None:
+    timed = Timed()
+    store = LimitedStore(timed, 60.0)
+    before = time.monotonic()
+    store.exists([KEY])
+    between = time.monotonic()
+    store.exists([KEY])
+    first, second = timed.ends
+    assert before + 60.0 <= first <= between + 60.0 <= second
+    assert end_within(3600.0) >= between + 3600.0
+
+
+def test_a_limit_within_another_does_not_extend_it() -> None:
+    timed = Timed()
+    with call_within(1.0):
+        end = end_within(3600.0)
+        LimitedStore(timed, 60.0).exists([KEY])
+        with call_within(0.0):
+            assert end_within(3600.0) < end
+        assert end_within(3600.0) == end
+    assert timed.ends == [end]
+
+
+def test_a_namespace_is_dropped_without_a_limit() -> None:
+    timed = Timed()
+    before = time.monotonic()
+    LimitedStore(timed, 60.0).drop_namespace(KEY[:16])
+    assert timed.ends[0] >= before + 3600.0
