@@ -116,7 +116,7 @@ def host_slot(manager: KVManager, block: StoreKey) -> int:
 
 def reads_running(manager: KVManager) -> int:
     """Blocks on their way up."""
-    return len(manager._gets._arrivals)
+    return len(manager._gets._reads.arrivals)
 
 
 def eventually(true: Callable[[], bool], what: str) -> None:

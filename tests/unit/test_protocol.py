@@ -176,7 +176,7 @@ def test_frame_over_the_limit_is_neither_sent_nor_accepted() -> None:
     assert p.frame_length(b"\x00\x00\x80\x00") == 8 << 20
     with pytest.raises(ProtocolError, match="a frame of 8388609 bytes exceeds 8388608"):
         p.frame_length(b"\x01\x00\x80\x00")
-    with pytest.raises(LimitExceeded, match="a frame of 8388643 bytes exceeds 8388608"):
+    with pytest.raises(LimitExceeded, match="a frame of 8388644 bytes exceeds 8388608"):
         p.encode(p.GetMatch(0, b"n" * 16, b"k" * (8 << 20)))
 
 

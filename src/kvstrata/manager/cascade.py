@@ -183,6 +183,13 @@ class Cascade:
         """What takes longer to find has come too late."""
         return self._finder.search_seconds
 
+    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:
+        """Ask which of *keys* the tier has; *done* as ``Finder.ask`` calls it."""
+        if self._store.refuses:
+            done([False] * len(keys))
+        else:
+            self._finder.ask(keys, done)
+
     def owe_drop(self, namespace: NamespaceId) -> None:
         """What the tier holds of *namespace* counts no longer; ``pay_drops`` makes it forget.
 

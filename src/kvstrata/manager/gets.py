@@ -4,24 +4,27 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstrata.core.keys import ABSENT, BlockIds, as_index
-from kvstrata.core.types import NamespaceId, Read, StoreKey
-from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
-from kvstrata.manager.decisions import Decision
+from kvstrata.core.types import NamespaceId, Read
+from kvstrata.index.places import ARRIVING, DISK, HOST, WRITING
+from kvstrata.manager.aims import Aims
 from kvstrata.manager.desk import Desk
+from kvstrata.manager.explaining import explain
 from kvstrata.manager.planner import Plan, Planner, Reason, all_of
 from kvstrata.manager.puts import distinct
-from kvstrata.manager.residency import Residency, Slots, leading
+from kvstrata.manager.reads import FINDABLE, IS_FINDABLE, TIERS, Arrival, Lower, Reads
+from kvstrata.manager.residency import Residency, leading
+from kvstrata.manager.states import Question, question_of
 from kvstrata.manager.tasks import (
     FINAL,
     UNSETTLED,
+    Aim,
     GetTask,
     Lookup,
     TaskEvent,
@@ -37,48 +40,8 @@ _log = logging.getLogger(__name__)
 
 Settled = Callable[[TaskStatus], None]
 
-_TIERS: Final[tuple[LowerTier, ...]] = ("disk", "remote")
-_FINDABLE: Final = HOST | DISK | ARRIVING
-_PLACES: Final = np.arange(256)  # every value of ``PrefixIndex.where``
-# A block that is being saved again has a host slot, which nothing else may be read into.
-_IS_FINDABLE: Final = ((_PLACES & _FINDABLE) != 0) & ((_PLACES & WRITING) == 0)
 _ABSENT: Final = frozenset({Read.MISS, Read.CORRUPT, Read.FOREIGN})
 _EXPIRY_SECONDS: Final = 1.0  # between two looks for leases that nobody returned
-
-
-class Lower(Protocol):
-    """A tier below host memory, as lookups see it: a ``Cascade``."""
-
-    def promote(
-        self,
-        keys: Sequence[StoreKey],
-        slots: Sequence[int],
-        done: Callable[[int, Sequence[Read | None]], None],
-        begin: Callable[[int, int], bool],
-    ) -> None: ...
-
-    @property
-    def search_seconds(self) -> float: ...
-
-    def is_off(self) -> bool: ...
-
-    def relieve(self) -> None: ...
-
-    def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None: ...
-
-    def owes_drop(self, namespace: NamespaceId) -> bool: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Arrival:
-    """Blocks of one tier that are being read into their host slots, for *tasks* to wait for."""
-
-    source: LowerTier
-    ids: BlockIds
-    keys: list[StoreKey]
-    slots: list[int]
-    tasks: set[GetTask] = field(default_factory=set)
-    began_at: float = field(default_factory=time.monotonic)
 
 
 class _Search(NamedTuple):
@@ -90,10 +53,11 @@ class _Search(NamedTuple):
 
 
 class Settling(NamedTuple):
-    """Who is to be told, once the lock is free."""
+    """Who is to be told, and what is to be read, once the lock is free."""
 
     tasks: set[GetTask]  # may have settled
     told: list[tuple[Settled, TaskStatus]]
+    reads: list[Arrival]
 
 
 class Gets:
@@ -118,7 +82,9 @@ class Gets:
         self._lease_seconds = lease_seconds
         self._next_expiry = 0.0
         self._settled: dict[int, Settled] = {}
-        self._arrivals: dict[int, _Arrival] = {}  # by block id, while it is being read
+        self._explain = partial(explain, desk, cache.counters)
+        self._reads = Reads(cache, lower)
+        self._aims = Aims(cache, self._reads, planner, self._explain)
         self._warn_of_late = SeldomWarning(_log)
 
     def match(
@@ -135,21 +101,21 @@ class Gets:
             is_traffic=lookup.is_traffic,
             began_at=began_at,
         )
-        arrivals = self._extend(task, lookup, known)
-        unknown = lookup.keys[len(known) :] if len(task.ids) == len(known) else lookup.keys[:0]
-        searched = self._searched_tier(lookup.namespace) if len(unknown) else None
+        arrivals, found = self._take_known(task, lookup, known)
+        searched = self._searched_tier(lookup.namespace) if found < len(lookup.keys) else None
         if searched is not None:  # what it has is leased, and no block twice
             lookup = replace(lookup, keys=distinct(lookup.keys))
-            unknown = lookup.keys[len(known) :]
-            searched = searched if len(unknown) else None
-        self._count_lookup(task, len(lookup.keys) - (len(unknown) if searched else 0))
+            searched = searched if found < len(lookup.keys) else None
+        self._count_lookup(task, found if searched is not None else len(lookup.keys))
+        if task.aim is not None and searched is None:
+            self._aims.trim(task, task.aim)
         if not len(task.ids) and searched is None:
             self._time_lookup(task)
             nothing = TaskStatus(0, TaskState.DONE, declined_blocks=task.declined_blocks)
             return nothing, lambda: None
         if searched is not None:
             task.state = TaskState.SEARCHING
-        elif self._is_waiting(task):
+        elif self._reads.is_waiting(task):
             task.state = TaskState.PROMOTING
         else:
             self._time_lookup(task)
@@ -159,16 +125,22 @@ class Gets:
 
         def begin() -> None:
             self._read(arrivals)
-            if searched is not None:
-                keys = [lookup.namespace + key.tobytes() for key in unknown]
-                search = _Search(len(known), searched.search_seconds, time.monotonic())
+            if searched is None:
+                return
+            search = _Search(len(known), searched.search_seconds, time.monotonic())
+            if task.aim is not None:
+                self._search_ends(task, task.aim, searched, lookup, search)
+            else:
+                keys = [lookup.namespace + key.tobytes() for key in lookup.keys[found:]]
                 searched.find(keys, partial(self._found, task, lookup, search))
 
         return self.status(task), begin
 
     def launch(self, task: GetTask) -> None:
         """The copies of *task* begin, and have as long as the lease is. Needs the lock."""
-        task.launched_blocks = len(self.ready(task))
+        ready = self.ready(task)
+        states = task.aim.lookup.states if task.aim is not None else task.states
+        task.launched_blocks = max(0, len(ready) - states)
         task.began_at = time.monotonic()
         task.deadline = task.began_at + self._lease_seconds
 
@@ -198,7 +170,7 @@ class Gets:
 
     def end(self, task: GetTask, state: TaskState) -> None:
         """Return the leases of *task*. Needs the lock."""
-        self._cache.unlease(task.ids)
+        self._unlease(task)
         task.state = state
         del self.tasks[task.task_id]
         self._settled.pop(task.task_id, None)
@@ -207,10 +179,15 @@ class Gets:
     @property
     def leased_blocks(self) -> int:
         """Leases of all tasks together. Needs the lock."""
-        return sum(len(task.ids) for task in self.tasks.values())
+        return sum(len(task.held) for task in self.tasks.values())
 
     def ready(self, task: GetTask) -> BlockIds:
-        """The leading blocks of *task* that are in host memory. Needs the lock."""
+        """The leading blocks of *task* that are in host memory. Needs the lock.
+
+        With states, as far as the last of its ends where they are there, too, and these behind.
+        """
+        if task.aim is not None:
+            return self._aims.reached(task, task.aim)
         if task.state is TaskState.READY:
             return task.ids
         return task.ids[: leading(self._cache.has(task.ids, HOST))]
@@ -223,7 +200,7 @@ class Gets:
             task.state,
             slots.tolist(),
             self._desk.memory.generations(slots).tolist(),
-            matched_blocks=len(task.ids),
+            matched_blocks=task.blocks,
             disk_blocks=task.disk_blocks,
             remote_blocks=task.remote_blocks,
             declined_blocks=task.declined_blocks,
@@ -232,12 +209,17 @@ class Gets:
     @contextmanager
     def settling(self) -> Iterator[Settling]:
         """Holds the lock, then tells those of the tasks added meanwhile that have settled."""
-        settling = Settling(set(), [])
+        settling = Settling(set(), [], [])
         with self._lock:
             yield settling
             for task in settling.tasks:
-                if task.state is not TaskState.PROMOTING or self._is_waiting(task):
+                if task.state is not TaskState.PROMOTING or self._reads.is_waiting(task):
                     continue
+                if task.aim is not None:
+                    settling.reads.extend(self._aims.fall_back(task, task.aim))
+                    if self._reads.is_waiting(task):
+                        continue
+                    self._aims.land(task, task.aim)
                 ready = self.ready(task)
                 task.state = step(task.state, TaskEvent.PROMOTE)
                 self._cache.unlease(task.ids[len(ready) :])
@@ -249,6 +231,7 @@ class Gets:
             self._lock.notify_all()
         for settled, status in settling.told:
             settled(status)
+        self._read(settling.reads)
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -257,14 +240,27 @@ class Gets:
         ids = self._cache.index.longest_prefix(lookup.namespace, lookup.keys)
         if isinstance(as_index(ids), slice):  # no key comes twice
             everywhere, somewhere = self._cache.places(ids)
-            if everywhere & _FINDABLE and not somewhere & WRITING:
+            if everywhere & FINDABLE and not somewhere & WRITING:
                 return ids
         elif not (ids[1:] > ids[:-1]).all():
             _, first = np.unique(ids, return_index=True)
             ids = ids[: leading(np.isin(np.arange(len(ids)), first))]
-        return ids[: leading(_IS_FINDABLE.take(self._cache.index.where.take(ids)))]
+        return ids[: leading(IS_FINDABLE.take(self._cache.index.where.take(ids)))]
 
-    def _extend(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> list[_Arrival]:
+    def _take_known(
+        self, task: GetTask, lookup: Lookup, known: BlockIds
+    ) -> tuple[list[Arrival], int]:
+        """Lease what pays of *known*. What must be read, and how many keys need not be searched for.
+
+        If not all that is known is taken, what lies behind is of no use.
+        """
+        if lookup.states:
+            arrivals, is_open = self._aims.begin(task, lookup, known)
+            return arrivals, task.blocks if is_open else len(lookup.keys)
+        arrivals = self._extend(task, lookup, known)
+        return arrivals, len(known) if len(task.ids) == len(known) else len(lookup.keys)
+
+    def _extend(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> list[Arrival]:
         """Lease *ids*, which follow the blocks of *task*, as far as that pays and there is room.
 
         Those that are nowhere here are in the remote tier. Returns what must be read.
@@ -273,26 +269,25 @@ class Gets:
         everywhere, _ = self._cache.places(ids)
         if everywhere & HOST:  # mostly: nothing is to be read
             plan = all_of(len(ids), lookup.blocks_per_second)
-            arrivals: list[_Arrival] = []
+            arrivals: list[Arrival] = []
         else:
             plan, arrivals = self._fetch(task, lookup, ids)
         taken = ids[: plan.blocks]
         task.ids = np.concatenate([task.ids, taken]) if len(task.ids) else taken
         task.declined_blocks += len(ids) - plan.blocks
         self._cache.touch(task.ids)
-        if task.is_traffic:
-            self._explain(task, lookup, len(ids), plan)
+        self._explain(task, lookup, len(ids), plan)
         return arrivals
 
-    def _fetch(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> tuple[Plan, list[_Arrival]]:
+    def _fetch(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> tuple[Plan, list[Arrival]]:
         """How many of the leased *ids* *task* takes, and what must be read for them.
 
         The others are not leased any more.
         """
         cache = self._cache
-        sources = self._sources(ids)
-        usable = self._usable(sources)
-        plan = self._planner.plan(sources[:usable], _TIERS, lookup.blocks_per_second)
+        sources = self._reads.sources(ids)
+        usable = self._reads.usable(sources)
+        plan = self._planner.plan(sources[:usable], TIERS, lookup.blocks_per_second)
         if plan.blocks == usable < len(ids):
             plan = plan._replace(reason=Reason.OFF)
         lacking = np.flatnonzero(sources[: plan.blocks])
@@ -305,53 +300,15 @@ class Gets:
         on_disk = ~here & cache.has(taken, DISK)
         task.disk_blocks += int(np.count_nonzero(on_disk))
         task.remote_blocks += int(np.count_nonzero(~here & ~on_disk))
-        before = self._awaited(taken)
-        arrivals = self._reserve(
+        before = self._reads.awaited(taken)
+        arrivals = self._reads.reserve(
             taken[lacking[: len(slots)]], sources[lacking[: len(slots)]], slots
         )
         for arrival in before | set(arrivals):
             arrival.tasks.add(task)
         return plan, arrivals
 
-    def _sources(self, ids: BlockIds) -> NDArray[np.uint8]:
-        """For each block 0 if it is in host memory or on the way there, else 1 + its tier's index."""
-        here = self._cache.has(ids, HOST | ARRIVING)
-        on_disk = self._cache.has(ids, DISK)
-        return np.where(here, 0, np.where(on_disk, 1, 2)).astype(np.uint8)
-
-    def _usable(self, sources: NDArray[np.uint8]) -> int:
-        """How many of ``_sources`` come before the first of a tier that is switched off.
-
-        Nobody leaves host memory for what could not be read anyway.
-        """
-        usable = len(sources)
-        for number, tier in enumerate(_TIERS, 1):
-            here = sources == number
-            if here.any() and self._lower[tier].is_off():
-                usable = min(usable, int(here.argmax()))
-        return usable
-
-    def _reserve(self, ids: BlockIds, sources: NDArray[np.uint8], slots: Slots) -> list[_Arrival]:
-        """*ids* are about to be read into *slots*."""
-        self._cache.reserve(ids, slots, ARRIVING)
-        arrivals = []
-        for number, tier in enumerate(_TIERS, 1):
-            here = sources == number
-            if not here.any():
-                continue
-            if tier == "remote":
-                self._cache.index.set_where(ids[here], REMOTE)
-            keys = self._cache.index.store_keys(ids[here])
-            arrivals.append(_Arrival(tier, ids[here], keys, slots[here].tolist()))
-            self._arrivals.update(dict.fromkeys(ids[here].tolist(), arrivals[-1]))
-        return arrivals
-
-    def _awaited(self, ids: BlockIds) -> set[_Arrival]:
-        """The reads that some of *ids* come from."""
-        arriving = ids[self._cache.has(ids, ARRIVING)]
-        return {self._arrivals[block] for block in arriving.tolist()}
-
-    def _read(self, arrivals: Sequence[_Arrival]) -> None:
+    def _read(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
             done, begin = partial(self._arrived, arrival), partial(self._begin, arrival)
             self._lower[arrival.source].promote(arrival.keys, arrival.slots, done, begin)
@@ -394,18 +351,18 @@ class Gets:
             search.seconds * 1e3,
         )
 
-    def _begin(self, arrival: _Arrival, start: int, count: int) -> bool:
+    def _begin(self, arrival: Arrival, start: int, count: int) -> bool:
         """Whether *count* blocks of *arrival* are to be read: not if nobody has a use for them."""
         with self._lock:
             ids = arrival.ids[start : start + count]
             if any(_wants(task, ids) for task in arrival.tasks):
                 return True
             for block in ids.tolist():
-                del self._arrivals[block]
+                del self._reads.arrivals[block]
             self._cache.disappoint(ids, np.zeros(len(ids), np.bool_), arrival.source)
             return False
 
-    def _arrived(self, arrival: _Arrival, start: int, reads: Sequence[Read | None]) -> None:
+    def _arrived(self, arrival: Arrival, start: int, reads: Sequence[Read | None]) -> None:
         """Some blocks of *arrival* have been read, or could not be."""
         ids = arrival.ids[start : start + len(reads)]
         hit = np.array([read is Read.HIT for read in reads], np.bool_)
@@ -413,7 +370,7 @@ class Gets:
         with self.settling() as settling:
             settling.tasks.update(arrival.tasks)
             for block in ids.tolist():
-                del self._arrivals[block]
+                del self._reads.arrivals[block]
             if hit.any():
                 seconds = time.monotonic() - arrival.began_at
                 self._counters.durations.observe(metrics.PROMOTION_SECONDS, seconds, arrival.source)
@@ -432,16 +389,68 @@ class Gets:
         coming = leading(self._cache.has(task.ids, HOST | ARRIVING))
         self._cache.unlease(task.ids[coming:])
         task.ids = task.ids[:coming]
+        if task.aim is not None:
+            while task.aim.ends and task.aim.ends[-1].blocks > coming:
+                self._cache.unlease(task.aim.ends.pop().ids)
 
-    def _is_waiting(self, task: GetTask) -> bool:
-        _, somewhere = self._cache.places(task.ids)
-        return bool(somewhere & ARRIVING)
+    def _unlease(self, task: GetTask) -> None:
+        """Return all that *task* has leased."""
+        self._cache.unlease(task.ids)
+        if task.aim is not None:
+            for end in task.aim.ends:
+                self._cache.unlease(end.ids)
+
+    def _search_ends(
+        self, task: GetTask, aim: Aim, searched: Lower, lookup: Lookup, search: _Search
+    ) -> None:
+        """Look for ends behind the one that *task* has: first for blocks, then for states."""
+        aim.lookup = lookup
+        keys = [lookup.namespace + key.tobytes() for key in lookup.keys[search.known_blocks :]]
+        ask = partial(self._ask_for_states, task, aim, searched, search)
+        if keys:
+            searched.find(keys, ask)
+        else:
+            ask(0)
+
+    def _ask_for_states(
+        self, task: GetTask, aim: Aim, searched: Lower, search: _Search, count: int
+    ) -> None:
+        """The remote tier has *count* blocks behind the known ones."""
+        with self._lock:
+            question = question_of(aim.lookup, task.blocks, search.known_blocks + count)
+        found = partial(self._found_ends, task, aim, search, question)
+        if question.keys:
+            searched.ask(question.keys, found)
+        else:
+            found([])
+
+    def _found_ends(
+        self, task: GetTask, aim: Aim, search: _Search, question: Question, there: Sequence[bool]
+    ) -> None:
+        """The remote tier has told which of the states of *question* are *there*."""
+        with self.settling() as settling:
+            settling.tasks.add(task)
+            known = search.known_blocks
+            if task.state is not TaskState.SEARCHING:
+                late = question.blocks[0] - known if any(there) else 0
+                self._found_late(task, aim.lookup, search, late)
+                return
+            task.state = step(task.state, TaskEvent.FOUND)
+            nearest = task.blocks
+            arrivals = self._aims.found(task, aim, known, question, there)
+            if task.is_traffic:
+                unknown = len(aim.lookup.keys) - task.blocks
+                self._counters.add(metrics.LOOKUP_BLOCKS, task.blocks - nearest, "remote")
+                self._counters.add(metrics.LOOKUP_BLOCKS, unknown, "none")
+            if arrivals and task.task_id in self._settled:
+                settling.told.append((self._settled[task.task_id], self.status(task)))
+            settling.reads.extend(arrivals)
 
     def _count_lookup(self, task: GetTask, blocks: int) -> None:
         """*task* is what this node knows of a lookup of *blocks*."""
         if not task.is_traffic:
             return
-        found, disk, remote = len(task.ids), task.disk_blocks, task.remote_blocks
+        found, disk, remote = task.blocks, task.disk_blocks, task.remote_blocks
         self._counters.add(metrics.LOOKUPS, 1)
         self._counters.add(metrics.LOOKUP_BLOCKS, found - disk - remote, "host")
         self._counters.add(metrics.LOOKUP_BLOCKS, disk, "disk")
@@ -455,29 +464,6 @@ class Gets:
         seconds = time.monotonic() - task.began_at
         self._counters.durations.observe(metrics.LOOKUP_SECONDS, seconds, task.lowest_tier)
 
-    def _explain(self, task: GetTask, lookup: Lookup, found: int, plan: Plan) -> None:
-        self._counters.add(metrics.DECLINED_BLOCKS, found - plan.blocks, plan.reason.value)
-        host = len(task.ids) - task.disk_blocks - task.remote_blocks
-        end = len(task.ids) - plan.blocks + found
-        self._desk.decisions.add(
-            Decision(
-                time.time(),
-                "get",
-                lookup.request,
-                lookup.namespace.hex(),
-                task.task_id,
-                len(lookup.keys),
-                host_blocks=host,
-                disk_blocks=task.disk_blocks,
-                remote_blocks=task.remote_blocks,
-                taken_blocks=len(task.ids),
-                reason=plan.reason.value,
-                load_seconds=plan.load_seconds,
-                recompute_seconds=plan.recompute_seconds,
-                last_block=lookup.keys[end - 1].tobytes().hex() if end else "",
-            )
-        )
-
     def _searched_tier(self, namespace: NamespaceId) -> Lower | None:
         """The tier to be asked for blocks that the index does not know."""
         remote = self._lower.get("remote")
@@ -486,4 +472,4 @@ class Gets:
 
 def _wants(task: GetTask, ids: BlockIds) -> bool:
     """Whether *task* still waits for some of *ids*."""
-    return task.state not in FINAL and bool(np.isin(ids, task.ids).any())
+    return task.state not in FINAL and bool(np.isin(ids, task.held).any())

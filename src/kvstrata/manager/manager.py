@@ -246,6 +246,7 @@ class KVManager:
         *,
         owner: int = LOCAL_OWNER,
         request: str = "",
+        states: int = 0,
         settled: Settled | None = None,
     ) -> TaskStatus:
         """Lease the longest prefix of *keys* that is in some tier and sooner loaded than computed.
@@ -256,9 +257,13 @@ class KVManager:
         remote tier is asked for blocks unknown here (then *settled* tells the end of the search
         too). With nothing found there is no task: ``task_id`` is 0, ``DONE``, or ``FAILED`` while
         not all workers of *owner* are attached. *request* is what ``explain`` will know it by.
+
+        With *states* recurrent groups the prefix ends where there is a state of each, saved under
+        ``state_keys`` of its last block's key; they are leased with it, and their slots come last.
+        Until then its slots are those up to an end that is nearer, or none.
         """
-        asked = as_key_array(keys)
-        return self._get(Lookup(namespace, asked, request), owner, settled)
+        lookup = Lookup(namespace, as_key_array(keys), request, states=states)
+        return self._get(lookup, owner, settled)
 
     def put_match(
         self,

@@ -48,14 +48,14 @@ class Moves:
         """The copies have ended, and all bytes are where they belong."""
         self._release(self._sessions.ended(owner, task_ids))
         for task, state in self._moved(task_ids, owner, TaskEvent.COMPLETE):
-            self._ended(task, state, len(task.ids))
+            self._ended(task, state, len(task.held))
 
     def complete_part(self, task_id: int, blocks: int, owner: int) -> None:
         """The copies have ended, and the bytes of the first *blocks* are where they belong."""
         self._release(self._sessions.ended(owner, [task_id]))
         event = TaskEvent.COMPLETE if blocks > 0 else TaskEvent.FAIL
         for task, state in self._moved([task_id], owner, event):
-            self._ended(task, state, min(max(blocks, 0), len(task.ids)))
+            self._ended(task, state, min(max(blocks, 0), len(task.held)))
 
     def fail(self, task_ids: Sequence[int], owner: int) -> None:
         """The copies have ended, and nothing is known of the bytes."""
@@ -115,11 +115,12 @@ class Moves:
         if counts:
             loaded = min(blocks, task.launched_blocks)
             self._gains.loaded(task, loaded, self._sessions.blocks_per_second(task.owner))
-        if blocks < len(task.ids):
+        lost = task.held[blocks:]
+        if len(lost):
             self._cache.counters.add(metrics.FAILED_LOADS, 1)
         self._gets.end(task, state)
-        self._pins.give_up(task.ids[blocks:])
-        self._cache.doubt(task.ids[blocks:])
+        self._pins.give_up(lost)
+        self._cache.doubt(lost)
 
     def _release(self, slots: Iterable[int]) -> None:
         self._cache.release_slots(np.fromiter(slots, np.int32))

@@ -2,7 +2,7 @@
 
 import enum
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -76,12 +76,7 @@ class Planner:
         """
         if self._take_all or not sources.any():
             return all_of(len(sources), rate)
-        read = np.zeros(len(sources) + 1)
-        for number, tier in enumerate(tiers, 1):
-            here = sources == number
-            if here.any() and (cost := self._costs[tier]()) is not None:
-                read[1:] += np.cumsum(here) * cost.block_seconds
-                read[1:] += np.maximum.accumulate(here) * cost.wait_seconds
+        read = self._read_seconds(sources, tiers)
         blocks, reason = len(sources), Reason.ALL
         if read[-1] > self._timeout:
             blocks = int(np.searchsorted(read, self._timeout, side="right")) - 1
@@ -95,6 +90,45 @@ class Planner:
             blocks, reason = len(sources), Reason.PROBE
         recompute = blocks / rate if rate else None
         return Plan(blocks, reason, float(read[blocks]), recompute)
+
+    def choose(
+        self,
+        ends: Sequence[tuple[int, NDArray[np.uint8]]],
+        tiers: tuple[LowerTier, ...],
+        rate: float | None,
+    ) -> Plan:
+        """``plan`` where a load can end at some places alone; of 0 blocks if at none.
+
+        *ends*: how many blocks lead there, ascending, and the sources of all that it takes.
+        """
+        found, sources = ends[-1]
+        if self._take_all or not sources.any():
+            return all_of(found, rate)
+        read = {blocks: float(self._read_seconds(s, tiers)[-1]) for blocks, s in ends}
+        in_time = [blocks for blocks in read if read[blocks] <= self._timeout]
+        blocks, reason = max(in_time, default=0), Reason.ALL
+        if blocks < found:
+            reason = Reason.TOO_LATE
+        read[0] = 0.0
+        if rate is not None and rate > 0:
+            best = max([0, *in_time], key=lambda end: end / rate - read[end])
+            if best < blocks:
+                blocks, reason = best, Reason.RECOMPUTE
+        if blocks < found and self._probes(sources, tiers):
+            blocks, reason = found, Reason.PROBE
+        return Plan(blocks, reason, read[blocks], blocks / rate if rate else None)
+
+    def _read_seconds(
+        self, sources: NDArray[np.uint8], tiers: tuple[LowerTier, ...]
+    ) -> NDArray[np.float64]:
+        """What the first ``i`` of *sources* take to be read, for every ``i``."""
+        read = np.zeros(len(sources) + 1)
+        for number, tier in enumerate(tiers, 1):
+            here = sources == number
+            if here.any() and (cost := self._costs[tier]()) is not None:
+                read[1:] += np.cumsum(here) * cost.block_seconds
+                read[1:] += np.maximum.accumulate(here) * cost.wait_seconds
+        return read
 
     def _probes(self, declined: NDArray[np.uint8], tiers: tuple[LowerTier, ...]) -> bool:
         """Whether a tier that has lost is to be tried all the same."""

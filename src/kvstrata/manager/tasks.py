@@ -3,7 +3,7 @@
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -97,7 +97,8 @@ class TaskStatus(msgspec.Struct, frozen=True):
     """What a client sees of a task.
 
     For a get ``slots[i]`` holds block ``i`` of the keys asked for: a prefix, the part of it that
-    is in host memory. For a put ``slots[i]`` waits for the bytes of block ``missing[i]``.
+    is in host memory; where states were asked for, as many slots as a state has follow. For a put
+    ``slots[i]`` waits for the bytes of block ``missing[i]``.
     """
 
     task_id: int
@@ -120,6 +121,7 @@ class Lookup:
     request: str = ""  # the engine's name for it, for ``inspect --explain``
     blocks_per_second: float | None = None  # that the engine computes; None: not measured yet
     is_traffic: bool = True  # a request of an engine, which metrics and decisions tell of
+    states: int = 0  # recurrent groups: a prefix ends where a state of each is; 0: anywhere
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,9 +135,26 @@ class Offer:
     prompt_blocks: int = 0  # of the whole prompt, as far as that is known
 
 
+class End(NamedTuple):
+    """Where a prefix can end: behind *blocks* blocks, with the states *ids*, one a group."""
+
+    blocks: int
+    ids: BlockIds
+
+
+@dataclass(slots=True, eq=False)
+class Aim:
+    """Where a get with states is to end, until its blocks and states are in host memory."""
+
+    lookup: Lookup
+    ends: list[End] = field(default_factory=list)  # leased: what comes, behind what is nearer
+    tried: int = 0  # blocks of the last end that was aimed at
+    counted: int = 0  # blocks whose tier has been counted
+
+
 @dataclass(slots=True, eq=False)
 class GetTask:
-    """Leases on a prefix of blocks."""
+    """Leases on a prefix of blocks, and on the states at its end."""
 
     task_id: int
     owner: int
@@ -143,12 +162,28 @@ class GetTask:
     deadline: float  # monotonic seconds; an unlaunched task is cancelled then
     is_traffic: bool = True
     ids: BlockIds = field(default_factory=lambda: np.empty(0, np.int32))
+    states: int = 0  # so many of *ids*, the last, are states
+    aim: Aim | None = None  # then *ids* are blocks alone
     state: TaskState = TaskState.READY
     disk_blocks: int = 0
     remote_blocks: int = 0
     declined_blocks: int = 0
     launched_blocks: int = 0  # in host memory when the copies began: no more can be loaded
     began_at: float = field(default_factory=time.monotonic)  # then: when the copies began
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it has, or is to have; without states."""
+        if self.aim is not None:
+            return self.aim.ends[-1].blocks if self.aim.ends else 0
+        return len(self.ids) - self.states
+
+    @property
+    def held(self) -> BlockIds:
+        """All that it leases."""
+        if self.aim is None:
+            return self.ids
+        return np.concatenate([self.ids, *(end.ids for end in self.aim.ends)])
 
     @property
     def lowest_tier(self) -> str:
@@ -171,3 +206,8 @@ class PutTask:
     missing: list[int]
     state: TaskState = TaskState.READY
     began_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def held(self) -> BlockIds:
+        """All that it has slots for."""
+        return self.ids

@@ -90,6 +90,9 @@ class _InstantDisk:
     def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
         raise InvariantViolated("the disk is searched: the index knows what it has")
 
+    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:
+        raise InvariantViolated("the disk is asked: the index knows what it has")
+
     def owes_drop(self, namespace: NamespaceId) -> bool:
         return False
 

@@ -162,8 +162,10 @@ class ManagerClient(OperatorRequests):
     def register_namespace(self, namespace: NamespaceId, parts: Mapping[str, str]) -> None:
         self.submit(p.Register(namespace, dict(parts)))
 
-    def get_match(self, namespace: NamespaceId, keys: Keys, *, request: str = "") -> TaskStatus:
-        return self._task(p.GetMatch(0, namespace, p.join_keys(keys), request))
+    def get_match(
+        self, namespace: NamespaceId, keys: Keys, *, request: str = "", states: int = 0
+    ) -> TaskStatus:
+        return self._task(p.GetMatch(0, namespace, p.join_keys(keys), request, states))
 
     def put_match(
         self,

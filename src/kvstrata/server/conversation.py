@@ -8,6 +8,7 @@ from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded, ProtocolError
 from kvstrata.core.types import BlockFormat
 from kvstrata.manager.manager import KVManager
+from kvstrata.manager.states import MOST_ENDS
 from kvstrata.manager.tasks import TaskStatus
 from kvstrata.server import protocol as p
 from kvstrata.server.client_log import ClientLog
@@ -174,9 +175,15 @@ class Conversation:
         me, cache = self._me(), self._cache()
         self._held.check()
         status = cache.get_match(
-            namespace, keys, owner=me, request=request.request, settled=self._on_settled
+            namespace,
+            keys,
+            owner=me,
+            request=request.request,
+            states=request.states,
+            settled=self._on_settled,
         )
-        self._held.add(status.task_id, blocks_of(status, len(keys)))
+        most = blocks_of(status, len(keys)) + MOST_ENDS * request.states
+        self._held.add(status.task_id, most)
         self.send(p.Task(request.seq, p.pack(status)))
 
     def _on_settled(self, status: TaskStatus) -> None:

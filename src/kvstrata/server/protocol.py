@@ -22,10 +22,11 @@ from kvstrata.observe.block_changes import ChangedTier, ChangeKind
 from kvstrata.server import operator_messages as o
 from kvstrata.server.operator_messages import Count, Text
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 MAX_FRAME_BYTES: Final = 8 << 20
 MAX_KEYS: Final = 131_072  # in one request
 MAX_TASK_IDS: Final = 4096  # in one request
+MAX_STATES: Final = 64  # of one prefix
 MAX_PARTS_BYTES: Final = 64 << 10  # of a namespace, as text
 LENGTH: Final = struct.Struct("<I")
 
@@ -88,6 +89,7 @@ class GetMatch(msgspec.Struct, tag=True, array_like=True):
     namespace: bytes
     keys: bytes  # one after another
     request: Text = ""  # what ``Explain`` will know it by
+    states: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATES)] = 0  # recurrent groups of the model
 
 
 class PutMatch(msgspec.Struct, tag=True, array_like=True):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.types import StoreKey
@@ -16,6 +16,8 @@ from kvstrata.transfer.presence import Presence
 __all__ = ["Finder"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _THREADS: Final = 2
 _STALE_SECONDS: Final = 1.0
@@ -54,31 +56,51 @@ class Finder:
 
         On another thread, or at once on this one if too many searches wait.
         """
-        if not self._room.acquire(blocking=False):
-            done(0)
-            return
-        try:
-            deadline = self._clock() + self.search_seconds
-            give(self._threads, partial(self._find, keys, done, deadline))
-        except RuntimeError:  # closed meanwhile
-            done(0)
+        self._submit(len(keys), partial(self._search, keys), done, 0)
+
+    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:
+        """Call *done* once with which of *keys* the store holds, none if it cannot tell.
+
+        All are asked for at once, in their turn with what ``find`` looks for.
+        """
+        self._submit(len(keys), lambda _: self._presence.ask(keys), done, [False] * len(keys))
 
     def close(self) -> None:
         """Take no more searches; those that wait are not begun and not answered."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _find(self, keys: Sequence[StoreKey], done: Callable[[int], None], deadline: float) -> None:
+    def _submit(
+        self, keys: int, look: Callable[[float], T], done: Callable[[T], None], nothing: T
+    ) -> None:
+        """Call *done* with what *look*, given its deadline, finds, or with *nothing*."""
+        if not self._room.acquire(blocking=False):
+            done(nothing)
+            return
+        try:
+            deadline = self._clock() + self.search_seconds
+            give(self._threads, partial(self._find, keys, look, done, nothing, deadline))
+        except RuntimeError:  # closed meanwhile
+            done(nothing)
+
+    def _find(
+        self,
+        keys: int,
+        look: Callable[[float], T],
+        done: Callable[[T], None],
+        nothing: T,
+        deadline: float,
+    ) -> None:
         self._room.release()
-        found = 0
+        found = nothing
         if self._clock() > deadline + _STALE_SECONDS:  # whoever asked has left
             done(found)
             return
         try:
-            found = self._search(keys, deadline)
+            found = look(deadline)
         except KVStrataError as e:
-            _log.warning("a search for %d blocks failed: %s", len(keys), e)
+            _log.warning("a search for %d blocks failed: %s", keys, e)
         except Exception:  # noqa: BLE001 - thread top: whoever waits must hear of the failure
-            _log.exception("a search for %d blocks failed", len(keys))
+            _log.exception("a search for %d blocks failed", keys)
         done(found)
 
     def _search(self, keys: Sequence[StoreKey], deadline: float) -> int:
