@@ -138,7 +138,7 @@ class Bed:
         slots = -(-self.rows // (PER_SLOT - max(PARTS.values())))
         self.mapping = HostMapping.create(slots, PER_SLOT * self.row_bytes, b"bench")
         self.mapping.touch(threading.Event())
-        self.slots = RankSlots(self.mapping, 0, (PER_SLOT * self.row_bytes,))
+        self.slots = RankSlots(self.mapping, 0, (PER_SLOT * self.row_bytes,), (0,))
         self.copier = CpuPageCopier(self.pages)
         self.plain = _aligned(self.rows * self.row_bytes)  # what memcpy copies to and from
         self.plain[:] = 1

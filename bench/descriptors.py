@@ -113,7 +113,7 @@ def _actions(case: Case, mapping: HostMapping) -> list[Action]:
     """Lists; a load of whole blocks, one layer after the other, and saves of one layer each."""
     places, blocks, _ = setting(case)
     device = _instant([places])
-    slots = RankSlots(mapping, 0, (case.row_bytes * PER_SLOT,))
+    slots = RankSlots(mapping, 0, (case.row_bytes * PER_SLOT,), (0,))
     numbers = np.random.default_rng(1).permutation(mapping.slots).tolist()
     runs: Sequence[Run] = split_runs(
         blocks.tolist(), [(n, 0) for n in numbers], per_slot=(PER_SLOT,), absent=-1

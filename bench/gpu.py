@@ -108,7 +108,7 @@ class Bed:
             per_slot=(geometry.per_slot,),
             absent=-1,
         )
-        self._rank_slots = RankSlots(self.mapping, 0, (self.slot_row_bytes,))
+        self._rank_slots = RankSlots(self.mapping, 0, (self.slot_row_bytes,), (0,))
         self.total_bytes = blocks * geometry.row_bytes
 
     def copy(self, *, is_load: bool, slot: int | None = None) -> None:

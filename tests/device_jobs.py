@@ -67,7 +67,8 @@ class Cache:
             0, 256, self.mapping.data.shape, np.uint8
         )
         self.device.pin(self.mapping, lambda: False)
-        self.slots = RankSlots(self.mapping, self.start_bytes, self._group_bytes)
+        starts = tuple(accumulate(self._group_bytes[:-1], initial=0))
+        self.slots = RankSlots(self.mapping, self.start_bytes, self._group_bytes, starts)
 
     def runs(self, blocks: Sequence[int], slots: Sequence[int]) -> list[Run]:
         numbered = [(slot, 0) for slot in slots]

@@ -78,7 +78,7 @@ class Jobs(RuleBasedStateMachine):
         places = PagePlaces([PagePlace(address + i * layer, block, PAGE) for i in range(LAYERS)], 8)
         self.mapping = HostMapping.create(SLOTS, 4096, b"server")
         self.mapping.data[:] = self.random.integers(0, 256, self.mapping.data.shape, np.uint8)
-        self.slots = RankSlots(self.mapping, 64, (PER_SLOT * ROW,))
+        self.slots = RankSlots(self.mapping, 64, (PER_SLOT * ROW,), (0,))
         streams = self.driver.loads, self.driver.saves
         self.device: PagedDevice = StreamedDevice(
             self.driver, [places], streams, SimulatedPins(), LIMITS

@@ -157,7 +157,7 @@ def test_a_part_of_a_block_is_copied_and_the_rest_left_alone(first_offset: int) 
     row_bytes = copier.device_block_bytes
     mapping = HostMapping.create(3, 4 * row_bytes, b"s")  # slots of four device blocks
     mapping.data[:] = 0xAA
-    slots = RankSlots(mapping, 0, (4 * row_bytes,))
+    slots = RankSlots(mapping, 0, (4 * row_bytes,), (0,))
     blocks = [7, 3, 11, 0, 5]
     laid = [*[-1] * first_offset, *blocks, *[-1] * (3 - first_offset)]
     runs = split_runs(laid, [(2, 0), (0, 0)], per_slot=(4,), absent=-1)

@@ -160,7 +160,7 @@ class Bed:
         self.cache = torch.randint(0, 256, (LAYERS, BLOCKS, PAGE), dtype=torch.uint8)
         self.device = open_device([list(self.cache)])
         self.mapping = HostMapping.create(3, 4096, b"server")
-        self.slots = RankSlots(self.mapping, 0, (PER_SLOT * ROW,))
+        self.slots = RankSlots(self.mapping, 0, (PER_SLOT * ROW,), (0,))
 
     def run(self, make: Callable[..., Job[Copied]], block: int) -> Copied | None:
         runs = split_runs([block, block + 1], [(1, 0)], per_slot=(PER_SLOT,), absent=-1)

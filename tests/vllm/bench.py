@@ -19,9 +19,12 @@ from tests.vllm.fake_runner import (
     TOKENS,
     digests,
     row,
+    state_row,
 )
 
 from kvstrata.core.config import Config
+from kvstrata.core.keys import as_key_array, state_keys
+from kvstrata.core.types import NAMESPACE_ID_BYTES
 from kvstrata.manager.manager import KVManager
 from kvstrata.server.server import Server
 
@@ -94,6 +97,9 @@ class Bench:
             for rank in range(len(engine.runner.ranks)):
                 before = 0
                 for group in engine.runner.groups:
+                    if group.is_recurrent:
+                        before += len(group.layers)
+                        continue
                     expected += [
                         row(chain[i * TOKENS + start + position], before + layer, rank)
                         for start in range(0, TOKENS, group.block_size)
@@ -104,6 +110,30 @@ class Bench:
             found = np.frombuffer(self.manager.view(slot), dtype=np.uint8)
             assert np.array_equal(found, np.concatenate(expected)), f"block {i} is wrong"
             checked += 1
+        return checked
+
+    def check_saved_states(self, engine: Engine) -> set[tuple[str, int]]:
+        """Every state in host memory of *engine*'s requests: of which, and after how many blocks.
+
+        Of a prompt that several have, of one of them.
+        """
+        self.hears()
+        checked = set()
+        first = [sum(len(g.layers) for g in engine.runner.groups[:n]) for n in range(9)]
+        for key, (name, i) in self.named_blocks(engine).items():
+            namespace, block = key[:NAMESPACE_ID_BYTES], key[NAMESPACE_ID_BYTES:]
+            chain = digests(list(engine.requests[name].all_token_ids))
+            for number, group in enumerate(engine.half._math.recurrent):
+                state = state_keys(as_key_array([block]), number).tobytes()
+                if (slot := host_slot(self.manager, namespace + state)) < 0:
+                    continue
+                layers = len(engine.runner.groups[group].layers)
+                end = chain[(i + 1) * TOKENS - 1]
+                right = [state_row(end, first[group] + layer) for layer in range(layers)]
+                found = np.frombuffer(self.manager.view(slot), dtype=np.uint8)
+                expected = np.concatenate(right)
+                assert np.array_equal(found[: len(expected)], expected), f"state {i} is wrong"
+                checked.add((name, i + 1))
         return checked
 
     def check_nothing_is_held(self) -> None:

@@ -44,6 +44,7 @@ from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.geometry import pages_from_tensors
 from kvstrata.integration.vllm.ranks import Region
+from kvstrata.integration.vllm.recurrent import is_recurrent
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
@@ -99,6 +100,8 @@ class Engine:
         stages: int = 1,
         policy: str = "recompute",
         groups: Sequence[KVCacheGroupSpec] = (),
+        retention: int | None = 0,
+        hash_tokens: int | None = None,
         connector: type[KVStrataConnector] = KVStrataConnector,
         **extra: Any,
     ) -> None:
@@ -122,10 +125,13 @@ class Engine:
         config = self._vllm_config(folder, connector, settings, policy, (stages, ranks))
         config.scheduler_config.async_scheduling = asynchronous  # which vLLM forbids on a CPU
         groups = groups or [group(full(block_size=DEVICE_TOKENS), layers=LAYERS)]
+        if any(is_recurrent(each.kv_cache_spec) for each in groups):
+            config.cache_config.mamba_cache_mode = "align"
         sizes = {each.kv_cache_spec.block_size for each in groups}
         layout = "LBHNC" if len(sizes) == 1 else "BLHNC"  # which takes pages of any size
         planned = plan(config, *groups, layout=layout, num_blocks=num_blocks)
-        planned.hash_block_size = gcd(*sizes)
+        planned.hash_block_size = hash_tokens or gcd(*sizes)
+        planned.prefix_cache_retention_interval = retention
         block_size = lcm(*sizes)
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.block_size = block_size
@@ -241,7 +247,12 @@ class Engine:
         )
         params.update_from_generation_config({}, 99_999)
         request = Request(
-            name, prompt, params, None, block_hasher=get_request_block_hasher(4, sha256), **kind
+            name,
+            prompt,
+            params,
+            None,
+            block_hasher=get_request_block_hasher(self.half._math.hash_tokens, sha256),
+            **kind,
         )
         self.runner.contexts[name] = context_of(kind)
         self.scheduler.add_request(request)

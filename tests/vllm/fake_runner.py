@@ -6,6 +6,7 @@ computed, saved from a rejected draft, or given to two requests, is found in the
 """
 
 import hashlib
+import itertools
 import random
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,6 +59,11 @@ def _digest(last: bytes, token: int, other: bytes) -> bytes:
 def row(digest: bytes, layer: int, rank: int = 0) -> Bytes:
     named = np.uint8(layer + 64 * rank)
     return np.frombuffer(digest * (SLOT_BYTES // 64), dtype=np.uint8) ^ named
+
+
+def state_row(digest: bytes, layer: int, rank: int = 0) -> Bytes:
+    """The state of a layer after the token of *digest*: as much as the KV of a block of ours."""
+    return np.tile(row(digest, layer, rank), TOKENS)
 
 
 @dataclass
@@ -115,28 +121,10 @@ class FakeRunner:
         self.contexts: dict[str, Context] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        for request_id in output.finished_req_ids:
-            self.running.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None
-            self.running[new.req_id] = Running(
-                list(new.prompt_token_ids),
-                [list(ids) for ids in new.block_ids],
-                new.num_computed_tokens,
-            )
-        cached = output.scheduled_cached_reqs
-        for request_id, new_blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            added = [list(ids) for ids in new_blocks or [[]] * len(self.groups)]
-            request = self.running[request_id]
-            if request_id in cached.resumed_req_ids:
-                request.tokens = list(cached.all_token_ids[request_id])
-                request.blocks, request.computed = added, computed
-            else:
-                for blocks, new_ones in zip(request.blocks, added, strict=True):
-                    blocks.extend(new_ones)
-                request.computed = min(request.computed, computed)  # less where a load has failed
+        self.take_news(output)
+        for copy in output.kv_cache_block_copies or ():
+            for page in itertools.chain(*(pages for rank in self.ranks for pages in rank.pages)):
+                page[copy.dst_block_id] = page[copy.src_block_id]
         plan: Any = output.kv_connector_metadata
         for load in plan.loads:
             self.loaded_tokens[load.request_id] = self.most_loaded(load)
@@ -168,6 +156,31 @@ class FakeRunner:
         result: ModelRunnerOutput = self._aggregator.aggregate(results)
         return result
 
+    def take_news(self, output: SchedulerOutput) -> None:
+        """Which requests there are, what they have, and how far they are."""
+        for request_id in output.finished_req_ids:
+            self.running.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            self.running[new.req_id] = Running(
+                list(new.prompt_token_ids),
+                [list(ids) for ids in new.block_ids],
+                new.num_computed_tokens,
+            )
+        cached = output.scheduled_cached_reqs
+        for request_id, new_blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            added = [list(ids) for ids in new_blocks or [[]] * len(self.groups)]
+            request = self.running[request_id]
+            if request_id in cached.resumed_req_ids:
+                request.tokens = list(cached.all_token_ids[request_id])
+                request.blocks, request.computed = added, computed
+            else:
+                for blocks, new_ones in zip(request.blocks, added, strict=True):
+                    blocks.extend(new_ones)
+                request.computed = min(request.computed, computed)  # less where a load has failed
+
     def start_loads(self, plan: StepPlan) -> None:
         for rank in self.ranks:
             rank.half.start_load(plan)
@@ -198,6 +211,25 @@ class FakeRunner:
         new = truth[known : known + accepted + 1] if end >= known else []
         return Forward(request, start, digests(inputs, context), new)
 
+    def go_on(self, forward: "Forward", page: Bytes, where: Where) -> None:
+        """A recurrent layer: take the state before the step, leave that behind it."""
+        start, end = forward.start, len(forward.chain)
+        if start and not np.array_equal(
+            self.state(forward, where.group, page, start),
+            state_row(forward.chain[start - 1], where.layer, where.rank),
+        ):
+            forward.wrong.append(f"the state at {start}, {where}, is another")
+        right = state_row(forward.chain[end - 1], where.layer, where.rank)
+        self.state(forward, where.group, page, end)[:] = 0xDD if forward.wrong else right
+
+    def state(self, forward: "Forward", group: int, page: Bytes, tokens: int) -> Bytes:
+        """Where the state after *tokens* is."""
+        block = (tokens - 1) // self.groups[group].block_size
+        device_block = forward.request.blocks[group][block]
+        assert device_block != NULL_BLOCK, f"group {group} has no state at {tokens}"
+        state: Bytes = page[device_block]
+        return state
+
     def run_layers(self, forwards: "list[Forward]", plan: StepPlan) -> None:
         """Layer by layer; what is computed is written before the connector is asked to wait."""
         number = 0
@@ -207,10 +239,14 @@ class FakeRunner:
                     page = rank.pages[group][index]
                     where = Where(group, number, number_of_rank)
                     for forward in forwards:
-                        self.write(forward, page, where)
+                        if geometry.is_recurrent:  # nothing is loaded in the step that computes
+                            self.go_on(forward, page, where)
+                        else:
+                            self.write(forward, page, where)
                     rank.half.wait_for_layer(layer)
                     for forward in forwards:
-                        self.read(forward, page, where)
+                        if not geometry.is_recurrent:
+                            self.read(forward, page, where)
                     rank.half.save_layer(plan, layer)
                 number += 1
 
@@ -274,12 +310,13 @@ class FakeRunner:
         per_slot = len(load.device_blocks) // len(load.slots)
         loaded, start = [], 0
         for geometry in self.groups:
-            end = start + TOKENS // geometry.block_size
+            end = start + geometry.device_blocks(TOKENS)
             ids = [
                 id
                 for slot in range(len(load.slots))
                 for id in load.device_blocks[slot * per_slot + start : slot * per_slot + end]
             ]
-            loaded.append(sum(id != NULL_BLOCK for id in ids) * geometry.block_size)
+            if not geometry.is_recurrent:
+                loaded.append(sum(id != NULL_BLOCK for id in ids) * geometry.block_size)
             start = end
         return max(loaded)

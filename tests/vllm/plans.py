@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -87,6 +88,19 @@ def sliding(**changes: Any) -> SlidingWindowSpec:
 def chunked(**changes: Any) -> ChunkedLocalAttentionSpec:
     sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
     return ChunkedLocalAttentionSpec(**(sizes | {"attention_chunk_size": 128} | changes))
+
+
+def recurrent(**changes: Any) -> MambaSpec:
+    """A state that takes as much as the page of ``full`` of the same block size."""
+    block_size = changes.get("block_size", BLOCK_SIZE)
+    shape = (full(block_size=block_size).page_size_bytes,)
+    spec: dict[str, Any] = {
+        "block_size": block_size,
+        "shapes": (shape,),
+        "dtypes": (torch.uint8,),
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**(spec | changes))
 
 
 def group(

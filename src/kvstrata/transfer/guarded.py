@@ -44,15 +44,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RankSlots:
-    """One rank's region of every slot of one mapping: the device blocks of its groups in turn."""
+    """One rank's region of every slot of one mapping: the device blocks of its groups in turn.
+
+    Groups that share no slot may lie in the same place.
+    """
 
     mapping: HostMapping
     start_bytes: int  # of the region, within a slot
     group_bytes: tuple[int, ...]  # of each group's part of the region
+    group_starts: tuple[int, ...]  # within the region
 
     def rows(self, run: Run, row_bytes: int) -> Bytes:
         """The host side of *run*, (device blocks, row_bytes)."""
-        start = self.start_bytes + sum(self.group_bytes[: run.group])
+        start = self.start_bytes + self.group_starts[run.group]
         region = self.mapping.data[run.slot, start : start + self.group_bytes[run.group]]
         return region.reshape(-1, row_bytes)[run.offset : run.offset + len(run.device_blocks)]
 

@@ -286,7 +286,7 @@ def rows_of(
         raise InvariantViolated(f"device blocks beyond the region of group {group} of a slot")
     blocks = np.fromiter(chain.from_iterable([run.device_blocks for run in runs]), np.int64)
     first = counts.cumsum() - counts  # of each run
-    region = slots.mapping.data.ctypes.data + slots.start_bytes + sum(slots.group_bytes[:group])
+    region = slots.mapping.data.ctypes.data + slots.start_bytes + slots.group_starts[group]
     starts = region + numbers * slots.mapping.slot_bytes + (offsets - first) * row_bytes
     addresses = np.arange(len(blocks)) * row_bytes
     addresses += starts.repeat(counts)

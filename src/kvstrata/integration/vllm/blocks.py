@@ -1,8 +1,8 @@
 """vLLM's blocks and KVStrata's: how token counts, block hashes and block ids translate."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Final, NamedTuple
 
@@ -21,10 +21,23 @@ BlockIds = Sequence[list[int]]  # of each KV cache group, the device blocks of a
 
 
 class GroupMath(NamedTuple):
-    """A KV cache group: tokens of its device blocks, and how far its layers attend."""
+    """A KV cache group: tokens of its device blocks, and how far its layers attend.
+
+    Those of a recurrent group hold the state at their end.
+    """
 
     device_tokens: int
     reach: Reach = UNLIMITED
+    is_recurrent: bool = False
+
+    @property
+    def needs_beginning(self) -> bool:
+        """Whether all device blocks from the first on are needed, at any length."""
+        return not self.is_recurrent and not self.reach.is_limited
+
+    def first_needed(self, tokens: int) -> int:
+        """The first position whose device block is needed after *tokens*."""
+        return tokens - 1 if self.is_recurrent else self.reach.first_needed(tokens)
 
 
 def key_of_hash(block_hash: bytes) -> BlockKey:
@@ -41,11 +54,18 @@ class BlockMath:
     groups: tuple[GroupMath, ...]
     hash_tokens: int
     tokens: int
+    recurrent: tuple[int, ...] = field(init=False)  # groups that a state has a device block of
+
+    def __post_init__(self) -> None:
+        numbers = (number for number, group in enumerate(self.groups) if group.is_recurrent)
+        object.__setattr__(self, "recurrent", tuple(numbers))
 
     @property
     def ratio(self) -> int:
-        """Device blocks in a block, of all groups."""
-        return sum(self.tokens // group.device_tokens for group in self.groups)
+        """Device blocks in a block, of all groups; states are in none."""
+        return sum(
+            self.tokens // group.device_tokens for group in self.groups if not group.is_recurrent
+        )
 
     def known_blocks(self, request: Request) -> int:
         """Leading blocks of *request* whose every token is known and hashed."""
@@ -57,6 +77,16 @@ class BlockMath:
 
     def keys(self, request: Request, first: int, end: int) -> list[BlockKey]:
         return [self.key(request, block) for block in range(first, end)]
+
+    def findable_blocks(self, request: Request, blocks: int) -> int:
+        """How many of the *blocks* of *request* are worth asking for.
+
+        A state cannot be taken back by the token that vLLM computes again, of a whole prompt.
+        """
+        if not self.recurrent:
+            return blocks
+        before_the_last: int = (request.num_tokens - 1) // self.tokens
+        return min(blocks, before_the_last)
 
     def loadable_tokens(self, request: Request, tokens: int, *, runs_at_once: bool) -> int:
         """How far *request* may be loaded of *tokens* that the cache has.
@@ -85,9 +115,36 @@ class BlockMath:
         return self._in_slots(block_ids, first, end, first * self.tokens, end * self.tokens)
 
     def device_blocks_of_load(self, block_ids: BlockIds, start: int, end: int) -> list[int]:
-        """Those of the tokens *start* to *end*, with ``NULL_BLOCK`` for the rest of the slots."""
+        """Those of the tokens *start* to *end*, with ``NULL_BLOCK`` for the rest of the slots.
+
+        Then those of the states after *end*, if there are recurrent groups.
+        """
         first, last = start // self.tokens, -(-end // self.tokens)
-        return self._in_slots(block_ids, first, last, start, end)
+        blocks = self._in_slots(block_ids, first, last, start, end)
+        if not (recurrent := self.recurrent):
+            return blocks
+        states = {g: block_ids[g][end // self.groups[g].device_tokens - 1] for g in recurrent}
+        return [*self.laid_out(blocks), *self.laid_out_states(states)]
+
+    def laid_out(self, device_blocks: list[int]) -> list[int]:
+        """*device_blocks*, ``ratio`` of them a block, with ``NULL_BLOCK`` for a slot's states."""
+        if not self.recurrent:
+            return device_blocks
+        laid_out, rest = [], iter(device_blocks)
+        for _ in range(len(device_blocks) // self.ratio):
+            for group in self.groups:
+                count = 0 if group.is_recurrent else self.tokens // group.device_tokens
+                laid_out += [next(rest) for _ in range(count)] or [NULL_BLOCK]
+        return laid_out
+
+    def laid_out_states(self, device_blocks: Mapping[int, int]) -> list[int]:
+        """Slots of states: each has the device block of its group, and no other."""
+        laid_out = []
+        for state in sorted(device_blocks):
+            for number, group in enumerate(self.groups):
+                count = 1 if group.is_recurrent else self.tokens // group.device_tokens
+                laid_out += [device_blocks[state] if number == state else NULL_BLOCK] * count
+        return laid_out
 
     def cached_on_device(self, request: Request, pool: BlockPool) -> int:
         """About how many leading tokens of *request* the prefix cache holds. Changes nothing there.
@@ -97,8 +154,8 @@ class BlockMath:
         what is in reach of that end, or of one before it. If this is wrong the caller asks the
         server for too much or too little.
         """
-        unlimited = [i for i, group in enumerate(self.groups) if not group.reach.is_limited]
-        limited = [i for i, group in enumerate(self.groups) if group.reach.is_limited]
+        unlimited = [i for i, group in enumerate(self.groups) if group.needs_beginning]
+        limited = [i for i, group in enumerate(self.groups) if not group.needs_beginning]
         tokens = len(request.block_hashes) * self.hash_tokens
         for i in unlimited:
             tokens = min(tokens, self._beginning_on_device(request, pool, i, tokens))
@@ -115,6 +172,8 @@ class BlockMath:
         """Device blocks of the tokens *start* to *end*, laid out in the slots *first* to *last*."""
         parts = []
         for group, ids in zip(self.groups, block_ids, strict=True):
+            if group.is_recurrent:
+                continue
             size, ratio = group.device_tokens, self.tokens // group.device_tokens
             wanted = ids[start // size : -(-end // size)]
             lead = start // size - first * ratio
@@ -122,7 +181,7 @@ class BlockMath:
             parts.append([*[NULL_BLOCK] * lead, *wanted, *[NULL_BLOCK] * rest])
         if len(parts) == 1:
             return parts[0]
-        ratios = [self.tokens // group.device_tokens for group in self.groups]
+        ratios = [self.tokens // g.device_tokens for g in self.groups if not g.is_recurrent]
         return [
             id
             for slot in range(last - first)
@@ -143,10 +202,10 @@ class BlockMath:
 
     def _end_on_device(self, request: Request, pool: BlockPool, group: int, tokens: int) -> int:
         """The last length, up to *tokens*, at which all that is in reach is there."""
-        size, reach = self.groups[group]
+        size = self.groups[group].device_tokens
         end = tokens // size
         while end:
-            needed = range(reach.first_needed(end * size) // size, end)
+            needed = range(self.groups[group].first_needed(end * size) // size, end)
             missing = (b for b in needed if not self._is_on_device(request, pool, group, b))
             first_missing = next(missing, None)
             if first_missing is None:

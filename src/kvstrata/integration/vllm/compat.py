@@ -52,12 +52,14 @@ __all__ = [
     "BLENDING",
     "HOOKING",
     "NEWER",
+    "RECURRENT",
     "SUPPORTED",
     "SURFACE",
     "CacheHitSource",
     "check_vllm",
     "has_attribute",
     "kv_tp_replicas",
+    "lacking",
     "placeholders",
     "to_event_extra_keys",
     "tokens_per_hash",
@@ -215,7 +217,7 @@ SURFACE: Final[Surface] = {
         "KVCacheSpec": "block_size has_layer_views page_size_bytes tokens_per_state",
         "KVCacheTensor": "block_stride host_resident layer_stride layers offset",
         "MLAAttentionSpec": "non_causal unpadded_page_size_bytes",
-        "MambaSpec": "mamba_cache_mode",
+        "MambaSpec": "",
         "SlidingWindowSpec": "sliding_window unpadded_page_size_bytes",
         "UniformTypeKVCacheSpecs": "kv_cache_specs",
         "get_kv_cache_spec_kind": "",
@@ -324,6 +326,18 @@ HOOKING: Final[Surface] = {
         "Attention": "forward head_size head_size_v num_heads num_kv_heads",
     },
 }
+# What models with recurrent state need besides, and older versions lack.
+RECURRENT: Final[Surface] = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": "get_loaded_kv_cache_group_ids",  # which vLLM does not zero meanwhile
+    },
+    "vllm.v1.core.sched.output": {
+        "KVConnectorBlockState": "boundary_state_offloads",
+    },
+    "vllm.v1.kv_cache_interface": {
+        "MambaSpec": "mamba_cache_mode state_content_size_bytes",
+    },
+}
 # What older ones lack, and KVStrata can do without.
 NEWER: Final[Surface] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
@@ -347,14 +361,19 @@ def check_vllm(besides: Surface | None = None) -> None:
     *besides*: what the connector that asks needs, and ``KVStrataConnector`` does not.
     """
     remedy = f"install vLLM {SUPPORTED}"
-    if missing := sorted(_missing(SURFACE)):
+    if missing := lacking(SURFACE):
         raise ConfigError(f"vLLM {vllm.__version__} lacks {', '.join(missing)}", hint=remedy)
-    if missing := sorted(_missing(besides or {})):
+    if missing := lacking(besides or {}):
         raise ConfigError(
             f"vLLM {vllm.__version__} lacks {', '.join(missing)}",
             hint=f"{remedy}, or set kv_connector to KVStrataConnector",
         )
     _warn_of_version()
+
+
+def lacking(surface: Surface) -> list[str]:
+    """What of *surface* this vLLM lacks."""
+    return sorted(_missing(surface))
 
 
 @cache
@@ -368,7 +387,7 @@ def _warn_of_version() -> None:
             version,
             SUPPORTED,
         )
-    elif without := sorted(_missing(NEWER)):
+    elif without := lacking(NEWER):
         _log.warning(
             "going on without %s, which vLLM %s lacks (docs/compatibility.md says what that "
             "means); install the newest vLLM %s",

@@ -59,6 +59,9 @@ def kv_events(
     wanted = vllm_config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
+    if math.recurrent:
+        _log.warning("no KV events of KVStrata's tiers: they have no words for recurrent state")
+        return None
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if len(get_hash_fn_by_name(algorithm)(b"")) != BLOCK_KEY_BYTES:
         _log.warning(

@@ -14,11 +14,17 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    iter_layer_specs,
+)
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId
 from kvstrata.integration.vllm.geometry import DeviceGeometry
 from kvstrata.integration.vllm.ranks import slot_regions
+from kvstrata.integration.vllm.recurrent import is_recurrent
 from kvstrata.integration.vllm.weights import model_name, weights_fingerprint
 
 __all__ = ["NamespaceFingerprint", "hash_seed", "namespace_id"]
@@ -153,7 +159,9 @@ def _page_interior(
             kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout
         ),
         "attention_backend": "auto" if backend is None else backend.name,
-        "device": "; ".join(dict.fromkeys(_device(vllm_config, spec) for spec in specs)),
+        "device": "; ".join(
+            dict.fromkeys(_device(vllm_config, s) for s in specs if not is_recurrent(s))
+        ),
     }
 
 
@@ -178,7 +186,7 @@ def _alone(of_groups: list[Any]) -> Any:
     return of_groups[0] if len(of_groups) == 1 else of_groups
 
 
-def _spec_fields(spec: AttentionSpec) -> dict[str, str]:
+def _spec_fields(spec: KVCacheSpec) -> dict[str, str]:
     return {
         "class": type(spec).__name__,
         **{f.name: str(getattr(spec, f.name)) for f in fields(spec) if f.name not in _SPEC_NOISE},

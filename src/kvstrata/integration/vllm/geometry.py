@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.compat import SUPPORTED
 from kvstrata.integration.vllm.reach import UNLIMITED, Reach
+from kvstrata.integration.vllm.recurrent import check_recurrent, is_recurrent, state_bytes
 
 __all__ = ["DeviceGeometry", "GroupGeometry", "geometry_from_config", "pages_from_tensors"]
 
@@ -53,14 +54,19 @@ class GroupGeometry:
     layers: tuple[str, ...]  # layers that own memory, as in the KV cache group
     page_bytes: tuple[int, ...]  # of each layer, alignment padding included
     reach: Reach = UNLIMITED
+    is_recurrent: bool = False  # a device block is the state at its end, and no tokens
 
     @property
     def device_block_bytes(self) -> int:
         return sum(self.page_bytes)
 
+    def device_blocks(self, tokens_per_block: int) -> int:
+        """Device blocks of this group in a slot that has any of it."""
+        return 1 if self.is_recurrent else tokens_per_block // self.block_size
+
     def rank_bytes(self, tokens_per_block: int) -> int:
-        """Bytes of this group in one rank's region of a slot."""
-        return tokens_per_block // self.block_size * self.device_block_bytes
+        """Bytes of this group in one rank's region of such a slot."""
+        return self.device_blocks(tokens_per_block) * self.device_block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,8 @@ class DeviceGeometry:
     """The device blocks of one rank, by KV cache group.
 
     A slot holds all groups of a block: those device blocks of the first group that its tokens
-    take, then those of the second, and so on. So its key need not name a group.
+    take, then those of the second, and so on. So its key need not name a group. The state of a
+    recurrent group is not among them: it has a slot of its own.
 
     Example: 4 layers, 32 tokens of 4 KV heads of 32 + 32 bfloat16 values.
 
@@ -106,10 +113,25 @@ class DeviceGeometry:
         for group in self.groups:
             group.reach.check(tokens_per_block, group.block_size)
 
+    @property
+    def states(self) -> int:
+        """Recurrent groups."""
+        return sum(group.is_recurrent for group in self.groups)
+
     def rank_bytes(self, tokens_per_block: int) -> int:
-        """Bytes of one rank's region of a slot."""
+        """Bytes of one rank's region of a slot, which takes a block or the state of a group."""
         self.check_block(tokens_per_block)
-        return sum(group.rank_bytes(tokens_per_block) for group in self.groups)
+        sizes = [(group.rank_bytes(tokens_per_block), group.is_recurrent) for group in self.groups]
+        block = sum(size for size, is_state in sizes if not is_state)
+        return max(block, *(size for size, is_state in sizes if is_state), 0)
+
+    def starts(self, tokens_per_block: int) -> tuple[int, ...]:
+        """Where in that region each group's part begins."""
+        starts, end = [], 0
+        for group in self.groups:
+            starts.append(0 if group.is_recurrent else end)
+            end += 0 if group.is_recurrent else group.rank_bytes(tokens_per_block)
+        return tuple(starts)
 
     def slot_bytes(self, tokens_per_block: int, world_size: int) -> int:
         """Stride of a slot: the ranks' regions side by side, padded to 4 KiB."""
@@ -126,6 +148,7 @@ def geometry_from_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     """
     _refuse_vllm_config(vllm_config)
     _refuse_groups(kv_cache_config)
+    check_recurrent(vllm_config, kv_cache_config)
     placed = _page_bytes_by_layer(kv_cache_config)
     groups = tuple(_group(each, placed) for each in kv_cache_config.kv_cache_groups)
     geometry = DeviceGeometry(kv_cache_config.num_blocks, groups)
@@ -146,9 +169,8 @@ def _group(group: KVCacheGroupSpec, placed: dict[str, int]) -> GroupGeometry:
     else:
         layers = tuple(group.layer_names)
         pages = tuple(_spec_of(group, name).page_size_bytes for name in layers)
-    return GroupGeometry(
-        spec.block_size, layers, pages, Reach.of(next(iter(iter_layer_specs(spec))))
-    )
+    reach = Reach.of(next(iter(iter_layer_specs(spec))))
+    return GroupGeometry(spec.block_size, layers, pages, reach, is_recurrent(spec))
 
 
 def pages_from_tensors(
@@ -234,12 +256,8 @@ def _refuse_specs(group: KVCacheGroupSpec) -> None:
         raise _unsupported("a KV cache group without layers")
     for spec in specs:
         kind = get_kv_cache_spec_kind(spec).value
-        if isinstance(spec, MambaSpec):
-            raise _unsupported(
-                f"recurrent state ({kind}, mamba_cache_mode {spec.mamba_cache_mode!r}), which "
-                "vLLM keeps at the end of few blocks, while KVStrata keeps of a block what all "
-                "layers have or nothing"
-            )
+        if type(spec) is MambaSpec:
+            continue
         if type(spec) not in _SUPPORTED_SPECS:
             raise _unsupported(f"a KV cache of kind {kind} ({type(spec).__name__})")
         if isinstance(spec, FullAttentionSpec) and spec.non_causal:
@@ -291,7 +309,8 @@ def _check_pages_hold_specs(group: KVCacheGroupSpec, page_bytes: dict[str, int])
     """
     wrapped = isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
     for name in page_bytes if wrapped else [next(iter(page_bytes))]:
-        needed = _spec_of(group, name).unpadded_page_size_bytes
+        spec = _spec_of(group, name)
+        needed = state_bytes(spec) if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes
         if page_bytes[name] < needed:
             raise ConfigError(
                 f"layer {name}: a page of {needed} bytes lies in pieces of {page_bytes[name]} "

@@ -39,7 +39,7 @@ class _Lookup:
     pending: Pending
     connection: int
     first_block: int
-    known_blocks: int  # exact blocks that the request had when it was asked
+    known_blocks: int  # that could be found when it was asked
     keys: list[BlockKey]
     is_second: bool  # the first answer had left out some of what was found
     computed_tokens: int = 0  # on the device, as of the last answer to vLLM
@@ -141,7 +141,7 @@ class Loads:
             return tokens
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
-            asks_for_more = self._taints.exact_blocks(request) * self._math.tokens > computed
+            asks_for_more = self._findable_blocks(request) * self._math.tokens > computed
             return None if asks_for_more and not self._link.ready else tokens
         if lookup.is_whole and lookup.connection == self._link.number:
             return tokens
@@ -169,7 +169,8 @@ class Loads:
             return None
         if lookup.status is None or not lookup.status.slots:
             return 0
-        found = (lookup.first_block + len(lookup.status.slots)) * self._math.tokens
+        blocks = len(lookup.status.slots) - len(self._math.recurrent)
+        found = (lookup.first_block + blocks) * self._math.tokens
         lookup.computed_tokens = computed
         return self._loadable(request, lookup, found)
 
@@ -215,12 +216,13 @@ class Loads:
         start = lookup.computed_tokens
         skipped = start // math.tokens - lookup.first_block
         end = -(-(start + tokens) // math.tokens) - lookup.first_block
+        states = len(math.recurrent)  # whose slots come behind those of the blocks
         load = Load(
             request.request_id,
             status.task_id,
             math.device_blocks_of_load(block_ids(), start, start + tokens),
-            status.slots[skipped:end],
-            status.generations[skipped:end],
+            status.slots[skipped : end + states],
+            status.generations[skipped : end + states],
             at_once=lookup.at_once,
         )
         self._planned.append(load)
@@ -329,7 +331,10 @@ class Loads:
         return is_first or self._ahead.fits(blocks)
 
     def _missing_blocks(self, request: Request, computed: int) -> int:
-        return self._taints.exact_blocks(request) - computed // self._math.tokens
+        return self._findable_blocks(request) - computed // self._math.tokens
+
+    def _findable_blocks(self, request: Request) -> int:
+        return self._math.findable_blocks(request, self._taints.exact_blocks(request))
 
     def _may_load(self, request: Request) -> bool:
         return request.request_id not in self._refused and not request.skip_reading_prefix_cache
@@ -344,7 +349,7 @@ class Loads:
             or once_more
             or lookup.connection != self._link.number
             or lookup.first_block * self._math.tokens > computed
-            or lookup.known_blocks != self._taints.exact_blocks(request)
+            or lookup.known_blocks != self._findable_blocks(request)
             or lookup.age_seconds > STALE_SECONDS + self._config.load_timeout_seconds
         ):
             self._drop(request.request_id)
@@ -355,12 +360,18 @@ class Loads:
         self, request: Request, namespace: NamespaceId, computed: int, *, is_second: bool = False
     ) -> None:
         first = computed // self._math.tokens
-        known = self._taints.exact_blocks(request)
+        known = self._findable_blocks(request)
         if not self._link.ready or first >= known or known * self._math.tokens <= computed:
             return
         keys = self._math.keys(request, first, known)
         pending = self._link.submit(
-            p.GetMatch(0, namespace, b"".join(keys), request.request_id[-256:])
+            p.GetMatch(
+                0,
+                namespace,
+                b"".join(keys),
+                request.request_id[-256:],
+                len(self._math.recurrent),
+            )
         )
         if pending is not None:
             self._lookups[request.request_id] = _Lookup(

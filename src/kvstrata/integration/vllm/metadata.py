@@ -23,8 +23,8 @@ NULL_BLOCK: Final = 0  # vLLM's id for "no device block" in a block table; nobod
 class Load:
     """Host → device for one request: what ``device_blocks`` names of ``slots``.
 
-    A slot holds the device blocks of a block by KV cache group. ``NULL_BLOCK`` stands for those
-    that are not loaded: the device has them, or does not need them.
+    A slot holds the device blocks of a block by KV cache group, or that of a recurrent group alone.
+    ``NULL_BLOCK`` stands for those that are not loaded: the device has them, or does not need them.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """Device → host: ``device_blocks`` fill ``slots``, whole blocks, in order."""
+    """Device → host: ``device_blocks`` fill ``slots``, whole blocks or states, in order."""
 
     task_id: int
     device_blocks: list[int]  # (slots * device_blocks_per_block,)

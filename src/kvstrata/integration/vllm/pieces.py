@@ -21,17 +21,23 @@ class Piece(NamedTuple):
 class Pieces:
     """Splits what a plan says, for one rank."""
 
-    def __init__(self, per_slot: tuple[int, ...], rank_bytes: int) -> None:
-        """*per_slot*: device blocks of each KV cache group in a slot; *rank_bytes* in it."""
+    def __init__(
+        self, per_slot: tuple[int, ...], rank_bytes: int, *, has_states: bool = False
+    ) -> None:
+        """*per_slot*: device blocks of each KV cache group in a slot; *rank_bytes* in it.
+
+        *has_states*: some groups are recurrent, so that no slot has device blocks of all.
+        """
         self.per_slot: Final = per_slot
         self._rank_bytes = rank_bytes
+        self._has_states = has_states
 
     def of_load(self, load: Load) -> list[Piece]:
         return [self._piece(load, 0, len(load.slots))]
 
     def of_save(self, save: Save) -> list[Piece]:
         """Several, so that a load need not wait for all of a large save."""
-        if NULL_BLOCK in save.device_blocks:
+        if NULL_BLOCK in save.device_blocks and not self._has_states:
             raise InvariantViolated(f"save of a device block that is none: {save.device_blocks}")
         step = max(1, _SAVE_PIECE_BYTES // self._rank_bytes)
         return [self._piece(save, i, i + step) for i in range(0, max(1, len(save.slots)), step)]

@@ -2,14 +2,15 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
+from kvstrata.core.keys import as_key_array, state_keys
 from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.integration.vllm.blocks import BlockIds, BlockMath, HeldBlocks
 from kvstrata.integration.vllm.link import CacheLink
@@ -22,6 +23,13 @@ from kvstrata.server.client import Pending
 _KNOWN_KEYS: Final = 65536
 
 
+class _State(NamedTuple):
+    """A state that is being saved: a key and a device block for each recurrent group."""
+
+    name: bytes  # among what the server is known to have
+    groups: list[int]
+
+
 @dataclass(slots=True)
 class _Offer:
     """Blocks that the server has been asked to reserve slots for; their device blocks are held."""
@@ -31,6 +39,12 @@ class _Offer:
     keys: list[BlockKey]
     blocks: list[KVCacheBlock]  # ratio of them a key
     origin: Origin | None  # if spans are wanted
+    state: _State | None = None  # if it is one
+
+    @property
+    def names(self) -> list[BlockKey]:
+        """What is known once it is saved."""
+        return self.keys if self.state is None else [self.state.name]
 
 
 @dataclass(slots=True)
@@ -45,7 +59,13 @@ class _RunningSave:
     whole_blocks: int  # leading ones that no worker has failed to copy
     offered_at: float
     origin: Origin | None
+    names: list[BlockKey]  # what is known once it is saved: the keys, or the name of a state
     void: bool = False  # of before a reset: must not become visible
+
+
+def name_of_state(key: BlockKey) -> bytes:
+    """What the states behind the block of *key*, of all groups, are known by."""
+    return key + b"state"
 
 
 class Saves:
@@ -120,6 +140,35 @@ class Saves:
         self._offers.append(_Offer(pending, self._link.number, keys, held, origin))
         return end
 
+    def offer_state(
+        self,
+        request: Request,
+        namespace: NamespaceId,
+        blocks: int,
+        device_blocks: Mapping[int, int],
+    ) -> None:
+        """Offer the state of *request* after its first *blocks*, if it may be held now.
+
+        *device_blocks*: by recurrent group, to be copied in a later step.
+        """
+        math = self._math
+        key = math.key(request, blocks - 1)
+        name = name_of_state(key)
+        if self._knows(name) or self._held.room < len(device_blocks) or not self._link.ready:
+            return
+        groups = sorted(device_blocks)
+        keys = as_key_array([key])
+        states = [state_keys(keys, number).tobytes() for number in range(len(groups))]
+        pending = self._link.submit(
+            p.PutMatch(0, namespace, b"".join(states), key, request.request_id[-256:], blocks)
+        )
+        if pending is None:
+            return
+        held = self._held.hold([device_blocks[group] for group in groups])
+        origin = self._spans.origin(request) if self._spans is not None else None
+        state = _State(name, groups)
+        self._offers.append(_Offer(pending, self._link.number, states, held, origin, state))
+
     def take_plans(self) -> list[Save]:
         """Copies for the workers to do in this step: of the offers that have been answered."""
         if not self._offers and not self._running:
@@ -167,7 +216,8 @@ class Saves:
                 self._link.tell(p.CompletePart(task_id, save.whole_blocks))
             else:
                 self._link.tell(p.Complete([task_id]))
-            self.know(save.keys[: save.whole_blocks])
+            if save.names is save.keys or save.whole_blocks == len(save.keys):
+                self.know(save.names[: save.whole_blocks])
             saved.append(save.keys[save.whole_blocks - 1])
         return saved
 
@@ -183,9 +233,14 @@ class Saves:
             self._known.popitem(last=False)
 
     def doubt(self, keys: Iterable[BlockKey]) -> None:
-        """The server may have lost these: they are offered again when they are computed."""
+        """The server may have lost these, and the states behind them: they are offered again when
+        they are computed.
+        """
+        has_states = bool(self._math.recurrent)
         for key in keys:
             self._known.pop(key, None)
+            if has_states:
+                self._known.pop(name_of_state(key), None)
 
     def withdraw_offers(self) -> None:
         """What is offered and not being copied yet is not to be saved."""
@@ -206,32 +261,39 @@ class Saves:
 
     def _plan(self, offer: _Offer) -> list[Save]:
         """The copies of an answered offer; what needs none is let go."""
-        status = offer.pending.status
-        ratio = self._math.ratio
+        status, state = offer.pending.status, offer.state
+        ratio = self._math.ratio if state is None else 1
         missing = set(status.missing) if status is not None else set()
         groups = [offer.blocks[i * ratio : (i + 1) * ratio] for i in range(len(offer.keys))]
         spare = [b for i, group in enumerate(groups) if i not in missing for b in group]
         self._held.release(spare)
         if status is None or not status.task_id:
             if status is not None and status.state is TaskState.DONE:
-                self.know(offer.keys)
+                self.know(offer.names)
             return []
         blocks = [b for i in status.missing for b in groups[i]]
         if not self._link.write_begins(status.task_id):
             self._held.release(blocks)
             return []
+        keys = [offer.keys[i] for i in status.missing]
         self._running[status.task_id] = _RunningSave(
             offer.connection,
-            [offer.keys[i] for i in status.missing],
+            keys,
             blocks,
             self._all_workers,
             time.monotonic() + self._config.save_timeout_seconds,
             len(status.missing),
             offer.pending.sent_at,
             offer.origin,
+            keys if state is None else offer.names,
         )
         ids = [block.block_id for block in blocks]
-        return [Save(status.task_id, ids, status.slots, status.generations)]
+        if state is None:
+            laid_out = self._math.laid_out(ids)
+        else:
+            missing_groups = [state.groups[i] for i in status.missing]
+            laid_out = self._math.laid_out_states(dict(zip(missing_groups, ids, strict=True)))
+        return [Save(status.task_id, laid_out, status.slots, status.generations)]
 
     def _give_up(self) -> None:
         """Let go of device blocks whose offer is not answered, or whose copy does not end, in time.

@@ -33,7 +33,8 @@ from kvstrata.integration.vllm.loads import Loads
 from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.integration.vllm.meter import Meter
 from kvstrata.integration.vllm.prefill_rate import PrefillRate
-from kvstrata.integration.vllm.saves import Saves
+from kvstrata.integration.vllm.recurrent import states_of_step
+from kvstrata.integration.vllm.saves import Saves, name_of_state
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.spans import spans_of
 from kvstrata.integration.vllm.taint import TaintChain
@@ -173,6 +174,8 @@ class SchedulerHalf:
         keys = self._loads.plan(request, block_ids, external_tokens)
         if keys:
             self._saves.know(keys)
+            if self._math.recurrent:
+                self._saves.know([name_of_state(keys[-1])])
 
     def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
         return self._loads.take_sources(request.request_id)
@@ -188,6 +191,8 @@ class SchedulerHalf:
         self._tell_rate(output, waits_for_loads=bool(loads) and any(load.at_once for load in loads))
         if self._saves_wanted:
             self._offer_completed(output)
+            if self._math.recurrent and output.kv_connector_block_state is not None:
+                self._offer_states(output.kv_connector_block_state)
         saves, idle = self._saves.take_plans(), output.total_num_scheduled_tokens == 0
         self._meter.step(is_idle=idle and not loads and not self._saves.busy)
         return StepPlan(server_id, loads, saves, idle=idle)
@@ -336,6 +341,19 @@ class SchedulerHalf:
         )
         if self._events is not None:
             self._events.describe(tracked.request, first, tracked.offered_blocks)
+
+    def _offer_states(self, state: KVConnectorBlockState) -> None:
+        """Offer the states that this step's forward, or one before, has left at the end of blocks."""
+        for each in states_of_step(state):
+            tracked = self._requests.get(each.request_id)
+            if tracked is None or tracked.offered_blocks == sys.maxsize:
+                continue
+            blocks, rest = divmod(each.tokens, self._math.tokens)
+            is_whole = not rest and len(each.device_blocks) == len(self._math.recurrent)
+            if is_whole and blocks <= self._taints.exact_blocks(tracked.request):
+                self._saves.offer_state(
+                    tracked.request, self._namespace, blocks, each.device_blocks
+                )
 
     def _warn_of_policy(self, policy: str) -> None:
         if policy == "fail" and self._loads_wanted:

@@ -15,6 +15,7 @@ from kvstrata.integration.vllm.compat import tokens_per_hash
 from kvstrata.integration.vllm.geometry import DeviceGeometry, geometry_from_config
 from kvstrata.integration.vllm.layerwise import check_layerwise
 from kvstrata.integration.vllm.ranks import SlotRegions, slot_regions
+from kvstrata.integration.vllm.recurrent import is_recurrent
 from kvstrata.server import protocol as p
 from kvstrata.server.sockets import embedded_socket
 from kvstrata.storage.quantize import element_type_of
@@ -57,18 +58,28 @@ class EngineIdentity:
         hash_tokens = tokens_per_hash(vllm_config, kv_cache_config)
         tokens = config.tokens_per_block or _default_tokens(geometry, hash_tokens)
         geometry.check_block(tokens)
+        step = lcm(geometry.block_size, hash_tokens)
+        if geometry.states and tokens != step:
+            raise ConfigError(
+                f"tokens_per_block = {tokens} for a model whose recurrent state vLLM keeps at the end "
+                f"of blocks of {step} tokens: at the end of longer ones there mostly is none",
+                hint=f"take tokens_per_block away, or set it to {step}",
+            )
         if tokens % hash_tokens:
             raise ConfigError(
                 f"tokens_per_block = {tokens} is no multiple of the {hash_tokens} tokens of one of "
                 "vLLM's block hashes",
-                hint=f"set tokens_per_block to a multiple of {lcm(geometry.block_size, hash_tokens)}",
+                hint=f"set tokens_per_block to a multiple of {step}",
             )
         return cls(
             session=transfer.engine_id,
             socket=config.socket or embedded_socket(transfer.engine_id),
             geometry=geometry,
             math=BlockMath(
-                tuple(GroupMath(each.block_size, each.reach) for each in geometry.groups),
+                tuple(
+                    GroupMath(each.block_size, each.reach, each.is_recurrent)
+                    for each in geometry.groups
+                ),
                 hash_tokens,
                 tokens,
             ),
@@ -101,6 +112,11 @@ def _block_format(config: Config, kv_cache_config: KVCacheConfig) -> BlockFormat
     """Raises ``ConfigError`` for a KV cache that has no lossy form."""
     if config.block_format == EXACT:
         return EXACT
+    if any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+        raise ConfigError(
+            f"block_format = {config.block_format} for a model with recurrent state, which is no KV",
+            hint="leave block_format at exact",
+        )
     dtypes = {
         str(spec.dtype).removeprefix("torch.")
         for group in kv_cache_config.kv_cache_groups
@@ -118,8 +134,12 @@ def _block_format(config: Config, kv_cache_config: KVCacheConfig) -> BlockFormat
 
 
 def _default_tokens(geometry: DeviceGeometry, hash_tokens: int) -> int:
-    """The smallest number that is worth a slot of its own; less where the model's reach is short."""
+    """The smallest number that is worth a slot of its own; less where the model's reach is short, or
+    keeps states.
+    """
     step = lcm(geometry.block_size, hash_tokens)
+    if geometry.states:
+        return step
     tokens = -(-DEFAULT_TOKENS_PER_BLOCK // step) * step
     fits = all(group.reach.holds(tokens, group.block_size) for group in geometry.groups)
     return tokens if fits else step

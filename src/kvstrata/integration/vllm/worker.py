@@ -90,10 +90,14 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         groups, tokens = self.geometry.groups, settings.tokens_per_block
-        per_slot = tuple(tokens // group.block_size for group in groups)
-        self._group_bytes = tuple(group.rank_bytes(tokens) for group in groups)
         self._rank_bytes = self.geometry.rank_bytes(tokens)
-        self._pieces = Pieces(per_slot, self._rank_bytes)
+        self._group_bytes = tuple(group.rank_bytes(tokens) for group in groups)
+        self._group_starts = self.geometry.starts(tokens)
+        self._pieces = Pieces(
+            tuple(group.device_blocks(tokens) for group in groups),
+            self._rank_bytes,
+            has_states=self.geometry.states > 0,
+        )
         self._clock = clock
         self._device: PagedDevice = _NO_DEVICE
         self._lanes = Lanes[Copied](threads=0)  # none is needed before there is a device
@@ -433,7 +437,7 @@ class WorkerHalf:
             raise InvariantViolated(
                 f"slots of {mapping.slot_bytes} bytes for blocks of {region.block_bytes}"
             )
-        return RankSlots(mapping, region.start_bytes, self._group_bytes)
+        return RankSlots(mapping, region.start_bytes, self._group_bytes, self._group_starts)
 
     def _reap(self) -> None:
         """Stop loads that missed their deadline, and take in what has ended."""

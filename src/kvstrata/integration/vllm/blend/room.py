@@ -50,7 +50,7 @@ class Room:
         """
         if (before := self._reserved.pop(request.request_id, None)) is not None:
             self._free(before.blocks)
-        size, reach = self._group
+        size, reach = self._group.device_tokens, self._group.reach
         first = reach.first_needed(plan.exact_end) // size
         end = reach.first_needed(plan.end) // size  # vLLM's blocks begin here
         if first >= end:
