@@ -24,7 +24,7 @@ from tests.vllm.fake_runner import (
 
 from kvstrata.core.config import Config
 from kvstrata.core.keys import as_key_array, state_keys
-from kvstrata.core.types import NAMESPACE_ID_BYTES
+from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
 from kvstrata.manager.manager import KVManager
 from kvstrata.server.server import Server
 
@@ -82,6 +82,11 @@ class Bench:
             for i in range(half._math.known_blocks(request))
         }
 
+    def named_values(self, engine: Engine) -> set[bytes]:
+        """The keys of those blocks and of the states behind them."""
+        blocks = self.named_blocks(engine)
+        return {*blocks, *(s for block in blocks for s in _states_of(block, engine))}
+
     def check_saved_bytes(self, engine: Engine) -> int:
         """Every block in host memory that *engine*'s requests name; how many there are."""
         self.hears()
@@ -121,11 +126,11 @@ class Bench:
         checked = set()
         first = [sum(len(g.layers) for g in engine.runner.groups[:n]) for n in range(9)]
         for key, (name, i) in self.named_blocks(engine).items():
-            namespace, block = key[:NAMESPACE_ID_BYTES], key[NAMESPACE_ID_BYTES:]
-            chain = digests(list(engine.requests[name].all_token_ids))
-            for number, group in enumerate(engine.half._math.recurrent):
-                state = state_keys(as_key_array([block]), number).tobytes()
-                if (slot := host_slot(self.manager, namespace + state)) < 0:
+            chain = digests(list(engine.requests[name].all_token_ids), engine.runner.contexts[name])
+            for group, state in zip(
+                engine.half._math.recurrent, _states_of(key, engine), strict=True
+            ):
+                if (slot := host_slot(self.manager, state)) < 0:
                     continue
                 layers = len(engine.runner.groups[group].layers)
                 end = chain[(i + 1) * TOKENS - 1]
@@ -143,6 +148,13 @@ class Bench:
         eventually(self.nothing_is_leased, "a lease is kept")
         self.hears()
         self.manager.check()
+
+
+def _states_of(key: StoreKey, engine: Engine) -> list[StoreKey]:
+    """The keys of the states behind the block of *key*, by group."""
+    namespace, block = key[:NAMESPACE_ID_BYTES], as_key_array([key[NAMESPACE_ID_BYTES:]])
+    groups = range(len(engine.half._math.recurrent))
+    return [namespace + state_keys(block, group).tobytes() for group in groups]
 
 
 @contextlib.contextmanager

@@ -28,14 +28,15 @@ from tests.caches import eventually
 from tests.machines import is_nightly, machine_settings
 from tests.vllm.bench import MODES, Bench, prompt, serve, start
 from tests.vllm.driven import Engine, context_of
-from tests.vllm.fake_runner import continuation
+from tests.vllm.fake_runner import TOKENS, continuation
 from tests.vllm.faults import Again, Clock, Copies, Stall, lose_an_answer
-from tests.vllm.plans import model_folder
+from tests.vllm.plans import full, group, model_folder, recurrent
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.utils import check_sequence_repetition
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvstrata.integration.vllm.at_once import AtOnce
@@ -149,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     asynchronous: ClassVar[bool]
     drafts: ClassVar[int]
     load_mode: ClassVar[str]
+    groups: ClassVar[list[KVCacheGroupSpec]] = []
     seen: ClassVar[Counter[str]]
     failures: ClassVar[list[str]]
 
@@ -161,6 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def begin(self, blocks: int, slots: int, policy: str, ranks: int, has_lower_tier: bool) -> None:
         self.wanted: dict[str, list[int]] = {}  # of requests that are not aborted
+        ranks = 1 if self.groups else ranks  # of models with states there are no others
         self.slots, self.policy, self.ranks = slots, policy, ranks
         self.may_fail = False  # a load, by now
         self.lossy: ManagerClient | None = None  # the line that an answer was lost on
@@ -177,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ranks=ranks,
             policy=policy,
             load_mode=self.load_mode,
+            groups=self.groups,
             lookup_wait_seconds=0.0005,
             lookup_timeout_seconds=LATE_SECONDS,
             save_timeout_seconds=LATE_SECONDS,
@@ -372,9 +376,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         except AssertionError:
             pytest.fail(f"of requests that have ended is kept: {self.engine.leftovers()}")
         self.bench.check_nothing_is_held()
-        named = set(self.bench.named_blocks(self.engine))
+        named = self.bench.named_values(self.engine)
         eventually(lambda: self.bench.saved_keys() <= named, "blocks of no request are saved")
         self.seen["saved blocks looked at"] += self.bench.check_saved_bytes(self.engine)
+        self.seen["saved states looked at"] += len(self.bench.check_saved_states(self.engine))
 
     def check_answer(self, name: str, tokens: list[int]) -> None:
         request = self.engine.requests[name]
@@ -470,6 +475,7 @@ FLOORS = {
     "dead servers": Floor(1, 100),
     "hooks called twice": Floor(1, 2000),
 }
+OF_STATES = {"saved states looked at": Floor(10, 1000)}
 # Where no request waits for its load, and none can be held.
 NOT_LAYERWISE = {"ABORTED while WAITING_FOR_REMOTE_KVS", "held copies", "late copies"}
 ROUNDS = 1 if is_nightly() else 4  # of more and more runs: a few may miss a fault by chance
@@ -478,9 +484,13 @@ ROUNDS = 1 if is_nightly() else 4  # of more and more runs: a few may miss a fau
 def below_floor(machine: type[SchedulerMachine]) -> list[str]:
     """What *machine* has seen too seldom."""
     left_out = NOT_LAYERWISE if machine.load_mode == "layerwise" else set()
+    wanted = FLOORS
+    if machine.groups:
+        left_out = left_out | {what for what in FLOORS if "rank 1" in what}
+        wanted = FLOORS | OF_STATES
     floors = {
         what: floor.night if is_nightly() else floor.short
-        for what, floor in FLOORS.items()
+        for what, floor in wanted.items()
         if what not in left_out
     }
     seen = machine.seen
@@ -491,11 +501,25 @@ def below_floor(machine: type[SchedulerMachine]) -> list[str]:
     ("asynchronous", "drafts", "load_mode"), VARIANTS.values(), ids=list(VARIANTS)
 )
 def test_any_traffic_and_any_fault(asynchronous: bool, drafts: int, load_mode: str) -> None:
+    run_machine(asynchronous, drafts, load_mode, [])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_any_traffic_and_any_fault_with_states(asynchronous: bool) -> None:
+    small = {"block_size": TOKENS}
+    states = [group(recurrent(**small), first=first) for first in (4, 8)]
+    run_machine(asynchronous, 0, "blockwise", [group(full(**small)), *states])
+
+
+def run_machine(
+    asynchronous: bool, drafts: int, load_mode: str, groups: list[KVCacheGroupSpec]
+) -> None:
     class Machine(SchedulerMachine):
         seen: ClassVar[Counter[str]] = Counter()
         failures: ClassVar[list[str]] = []
 
     Machine.asynchronous, Machine.drafts, Machine.load_mode = asynchronous, drafts, load_mode
+    Machine.groups = groups
     try:
         for number in range(1, ROUNDS + 1):
             examples = 12 * number

@@ -121,6 +121,28 @@ def test_prompts_part_at_a_state_or_before_it(bench: Bench) -> None:
     assert loaded(engine, "c", [*common, *prompt(4, 30)]) == 64
 
 
+def test_state_within_a_block_is_vllms_own(bench: Bench) -> None:
+    """With hashes of half a block vLLM also goes on from the state after 100 tokens, of which it makes a copy."""
+    engine = engine_of(bench, hash_tokens=4)
+    copied: list[Any] = []
+    execute = engine.runner.execute
+
+    def noted(output: Any) -> Any:
+        copied.extend(output.kv_cache_block_copies or ())
+        return execute(output)
+
+    engine.runner.execute = noted  # type: ignore[method-assign]  # a spy
+    tokens, more = prompt(1, 103), prompt(3, 40)
+    engine.serve("a", tokens, 3)
+    assert loaded(engine, "b", [*tokens, *more]) == 0
+    assert copied
+    assert ends(engine, bench, "b") == [12, 17]
+    forget(engine)
+    assert loaded(engine, "c", [*tokens, *more]) == 136
+    forget(engine)
+    assert loaded(engine, "d", tokens) == 96
+
+
 def test_states_are_not_saved_anew(bench: Bench) -> None:
     engine = engine_of(bench)
     tokens = prompt(1, 101)
@@ -215,13 +237,29 @@ def test_request_that_is_over_before_its_state_is_copied_is_saved_all_the_same(
 @ANY_ORDER
 @ANY_SCHEDULER
 @pytest.mark.parametrize("retention", [0, DENSE], ids=["sparse", "dense"])
+@pytest.mark.parametrize("hash_tokens", [TOKENS, 4], ids=["whole", "fine"])
 @pytest.mark.parametrize("seed", range(2))
 def test_any_traffic_goes_on_from_right_states(
-    bench: Bench, order: str, asynchronous: bool, retention: int | None, seed: int
+    bench: Bench,
+    order: str,
+    asynchronous: bool,
+    retention: int | None,
+    hash_tokens: int,
+    seed: int,
 ) -> None:
-    """Preemption, aborts and resets of the device cache among requests that share beginnings."""
+    """Preemption, aborts and resets of the device cache among requests that share beginnings.
+
+    With *hash_tokens* less than a block vLLM also keeps states within blocks, for itself.
+    """
     rng = random.Random(seed)
-    engine = engine_of(bench, order, asynchronous=asynchronous, retention=retention, num_blocks=70)
+    engine = engine_of(
+        bench,
+        order,
+        asynchronous=asynchronous,
+        retention=retention,
+        hash_tokens=hash_tokens,
+        num_blocks=70,
+    )
     for i in range(24):
         length = rng.randrange(1, 150)
         own = prompt(1000 + i, rng.randrange(1, 40))
