@@ -28,6 +28,7 @@ TESTS = (
     "tests/vllm/test_layerwise.py",
     "tests/vllm/test_at_once.py",
     "tests/vllm/test_siblings.py",
+    "tests/vllm/test_states.py",
     "tests/vllm/test_schedulers_machine.py",
 )
 TIMEOUT_SECONDS = 600
@@ -195,6 +196,44 @@ MUTANTS = (
         "blocks.py",
         "        self._pool.free_blocks(reversed(blocks))\n",
         "",
+    ),
+    Mutant(
+        "state: that of a whole prompt is loaded",
+        "blocks.py",
+        "(request.num_tokens - 1) // self.tokens\n",
+        "request.num_tokens // self.tokens\n",
+    ),
+    Mutant(
+        "state: loaded to where nobody looks",
+        "blocks.py",
+        "block_ids[g][end // self.groups[g].device_tokens - 1]",
+        "block_ids[g][0]",
+    ),
+    Mutant(
+        "state: saved under the name of the block before",
+        "saves.py",
+        "        key = math.key(request, blocks - 1)\n",
+        "        key = math.key(request, max(0, blocks - 2))\n",
+    ),
+    Mutant(
+        "state: believed to be saved when it is gone",
+        "saves.py",
+        "                self._known.pop(name_of_state(key), None)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "state: groups change places",
+        "saves.py",
+        "held = self._held.hold([device_blocks[group] for group in groups])",
+        "held = self._held.hold([device_blocks[group] for group in groups[::-1]])",
+    ),
+    Mutant(
+        "state: that of a reset request is saved",
+        "scheduler.py",
+        "            if tracked is None or tracked.offered_blocks == sys.maxsize:\n"
+        "                continue\n"
+        "            blocks, rest",
+        "            if tracked is None:\n                continue\n            blocks, rest",
     ),
     Mutant(
         "layerwise: who shares a failed load goes on from it",
