@@ -119,6 +119,7 @@ _MESSAGES: Final[tuple[Callable[[_Reader], p.Request], ...]] = (
     lambda r: p.Register(r.namespace(), {r.text(): r.text() for _ in range(r.byte() % 4)}),
     lambda r: p.GetMatch(r.number(), r.namespace(), r.keys()),
     lambda r: p.GetMatch(r.number(), r.namespace(), r.keys(), r.text()),
+    lambda r: p.GetMatch(r.number(), r.namespace(), r.keys(), r.text(), r.byte() % 66),
     lambda r: p.PutMatch(r.number(), r.namespace(), r.keys(), r.parent()),
     lambda r: p.PutMatch(r.number(), r.namespace(), r.keys(), r.parent(), r.text(), r.number()),
     lambda r: p.Launch(r.task_ids()),

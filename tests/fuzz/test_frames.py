@@ -48,7 +48,7 @@ names = st.sampled_from(["", "r", "r-1"])
 ids = st.lists(edges, max_size=5) | st.just([0] * 4097)
 messages: st.SearchStrategy[p.Request] = st.one_of(
     st.builds(p.Mapped, edges),
-    st.builds(p.GetMatch, edges, namespaces, joined, names),
+    st.builds(p.GetMatch, edges, namespaces, joined, names, edges),
     st.builds(
         p.PutMatch,
         edges,

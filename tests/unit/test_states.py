@@ -162,6 +162,24 @@ def test_state_behind_a_block_that_is_not_there_is_no_end(manager: KVManager) ->
     assert found(manager, PROMPT) == 1
 
 
+@pytest.mark.parametrize("where", ["in the prompt", "of another end"])
+def test_state_that_is_also_something_else_is_none(manager: KVManager, where: str) -> None:
+    """No engine has such keys: a lease would be taken twice, and returned twice."""
+    last = PROMPT[1]
+    first, second = states_of(last)
+    if where == "in the prompt":
+        asked = [first, last]
+    else:  # the first state of this block is the second of that
+        rows = as_key_array([second])
+        asked = [state_keys(rows, 0).tobytes(), last]
+        save(manager, ALICE, states_of(asked[0]))
+    save(manager, ALICE, asked)
+    save(manager, ALICE, [first, second])
+    task = manager.get_match(ALICE, asked, states=GROUPS)
+    assert task.slots == []
+    manager.check()
+
+
 def test_states_of_another_namespace_are_not_found(manager: KVManager) -> None:
     save(manager, ALICE, PROMPT)
     save(manager, BOB, PROMPT)
@@ -409,6 +427,22 @@ def test_remote_state_that_is_gone_when_it_is_read_leaves_a_nearer_end(
     eventually(lambda: manager.try_wait([task.task_id])[task.task_id].matched_blocks == 6, "search")
     for end in (4, 6):
         del values[ALICE + states_of(PROMPT[end - 1])[1]]
+    store.reads.set()
+    assert taken(manager, settled(manager, task), PROMPT) == 2
+
+
+def test_store_that_goes_away_leaves_the_end_that_is_here(
+    managers: list[KVManager], values: dict[StoreKey, Value], store: GatedStore
+) -> None:
+    other_node(values, 4, 5)
+    manager = open_(managers, remote=store)
+    save(manager, ALICE, PROMPT[:3])
+    save_states(manager, PROMPT, 2)
+    written(manager)
+    store.reads.clear()
+    task = ask(manager, PROMPT)
+    eventually(lambda: store.begun_reads > 0, "nothing is read")
+    store.away = True
     store.reads.set()
     assert taken(manager, settled(manager, task), PROMPT) == 2
 

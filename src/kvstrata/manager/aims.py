@@ -49,6 +49,8 @@ class Aims:
         Their blocks are leased. Leases the states of that end, and of a few to fall back on.
         """
         cache = self._cache
+        if not _are_distinct(task, ends):  # as no engine's keys are: no state is what it seems
+            ends = []
         for end in ends:
             cache.lease(end.ids)  # before slots are taken, and before they are returned below
         for end in aim.ends:
@@ -199,3 +201,9 @@ class Aims:
         """The blocks up to that end, and its states; none if there is no such end."""
         end = self._end_reached(task, aim)
         return task.ids[:0] if end is None else np.concatenate([task.ids[: end.blocks], end.ids])
+
+
+def _are_distinct(task: GetTask, ends: Sequence[End]) -> bool:
+    """Whether no state of *ends* is a block of *task*, or that of another of them."""
+    ids = np.sort(np.concatenate([task.ids, *(end.ids for end in ends)]))
+    return not (ids[1:] == ids[:-1]).any()
