@@ -3,12 +3,14 @@
 import http.client
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.cli.processes import running, until
+from tests.cli.processes import environment, running, until
 from tests.page.model import MODEL, PARTS
 from tests.page.pages import TOKEN, Shown, shown
 from tests.ports import free_port
@@ -99,6 +101,34 @@ def test_a_page_that_is_told_to_end_ends_with_0(tmp_path: Path, sent: int) -> No
         page.process.send_signal(sent)
         assert page.process.wait(30) == 0
         assert "Traceback" not in page.log.read_text()
+
+
+_SIGNALLED_EARLY = """
+import asyncio, os, sys
+SENT = int(sys.argv.pop())
+made = asyncio.BaseEventLoop.__init__
+def signalled(loop):
+    os.kill(os.getpid(), SENT)
+    made(loop)
+asyncio.BaseEventLoop.__init__ = signalled
+from kvstrata.cli.main import app
+app()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_page_that_is_told_to_end_while_it_begins_ends_with_0(tmp_path: Path, sent: int) -> None:
+    where = ("--socket", f"{tmp_path}/none", "--listen", f"127.0.0.1:{free_port()}")
+    done = subprocess.run(
+        [sys.executable, "-c", _SIGNALLED_EARLY, "page", *where, str(int(sent))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment(),
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -91,7 +91,7 @@ def page(  # noqa: PLR0913 - each is an option
         listener = listen_at(host, port)
         shown = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         fragment = f"#token={chosen}" if is_made else ""
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it at its end
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the page takes it
         with suppress(KeyboardInterrupt):
             _warn_of_nobody(path)
             typer.echo(f"{path} is shown at {shown}{fragment}")

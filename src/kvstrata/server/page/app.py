@@ -1,6 +1,7 @@
 """The page: its files, what it shows, and its verbs."""
 
 import asyncio
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -98,7 +99,7 @@ def listen(host: str, port: int) -> socket.socket:
 def run_page(
     path: Path, listener: socket.socket, access: Access, read_prompts: ReadPrompts
 ) -> None:
-    """Show the server at *path* until a KeyboardInterrupt."""
+    """Show the server at *path* until SIGINT or SIGTERM. For the main thread."""
     sampler, verbs = Sampler(path), Verbs(path, read_prompts)
     config = uvicorn.Config(
         make_app(sampler, verbs, access),
@@ -114,9 +115,17 @@ def run_page(
         loop="asyncio",
         timeout_graceful_shutdown=1,
     )
+    server = uvicorn.Server(config)
+
+    def stop(*_: object) -> None:
+        """uvicorn takes signals itself once its loop runs; an exception would leave half a loop."""
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     sampler.start()
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         sampler.close()
         listener.close()
