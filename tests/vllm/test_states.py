@@ -10,14 +10,14 @@ from tests.caches import eventually
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS, continuation
-from tests.vllm.plans import copiers, full, group, plan, recurrent, vllm_config
+from tests.vllm.plans import copiers, full, group, plan, recurrent, tensors, vllm_config
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.request import RequestStatus
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm import recurrent as subject
-from kvstrata.integration.vllm.geometry import geometry_from_config
+from kvstrata.integration.vllm.geometry import geometry_from_config, pages_from_tensors
 
 small: dict[str, Any] = {"block_size": TOKENS}
 ATTENTION = group(full(**small))
@@ -190,6 +190,15 @@ def test_failed_load_is_computed_and_nothing_of_it_is_used(
     assert loaded(engine, "c", tokens) == 96
 
 
+def test_blocks_leave_room_for_a_state(bench: Bench) -> None:
+    """A block that waits is offered in the next step; a state is there now or never."""
+    engine = engine_of(bench, retention=DENSE)
+    engine.half._saves._held._limit = engine.half._math.most_held_at_once
+    tokens = prompt(1, 101)
+    engine.serve("a", tokens, 3)
+    assert ends(engine, bench, "a")
+
+
 def test_failed_save_of_a_state_is_tried_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,3 +352,34 @@ def test_settings_that_states_cannot_have_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_of(bench, **setting)
+
+
+# -- where states lie ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_states_have_slots_of_their_own_in_every_layout(folder: Path, layout: str) -> None:
+    """The second group has a layer less, and its device blocks a page."""
+    config = vllm_config(folder)
+    groups = [
+        group(full(**small)),
+        group(recurrent(**small), first=4),
+        group(recurrent(**small), 3, first=8),
+    ]
+    planned = plan(config, *groups, layout=layout)
+    geometry = geometry_from_config(config, planned)
+    assert [each.is_recurrent for each in geometry.groups] == [False, True, True]
+    assert geometry.rank_bytes(TOKENS) == geometry.groups[0].rank_bytes(TOKENS) == 4096
+    assert [each.device_block_bytes for each in geometry.groups] == [4096, 4096, 3072]
+    assert geometry.starts(TOKENS) == (0, 0, 0)
+    pages = pages_from_tensors(tensors(planned), geometry, planned)
+    assert [len(each) for each in pages] == [4, 4, 3]
+
+
+def test_slot_takes_the_larger_of_a_block_and_a_state(folder: Path) -> None:
+    config = vllm_config(folder)
+    groups = [group(full(**small), 2), group(recurrent(**small), 4, first=2)]
+    geometry = geometry_from_config(config, plan(config, *groups))
+    sizes = [each.rank_bytes(TOKENS) for each in geometry.groups]
+    assert geometry.rank_bytes(TOKENS) == max(sizes)
+    assert sizes == [2048, 4096]

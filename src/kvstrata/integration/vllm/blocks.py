@@ -67,6 +67,11 @@ class BlockMath:
             self.tokens // group.device_tokens for group in self.groups if not group.is_recurrent
         )
 
+    @property
+    def most_held_at_once(self) -> int:
+        """Device blocks of a block and a state."""
+        return self.ratio + len(self.recurrent)
+
     def known_blocks(self, request: Request) -> int:
         """Leading blocks of *request* whose every token is known and hashed."""
         return len(request.block_hashes) * self.hash_tokens // self.tokens

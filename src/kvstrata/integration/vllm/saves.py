@@ -126,7 +126,8 @@ class Saves:
         ):
             first += 1
         ratio = math.ratio
-        end = min(end, first + self._held.room // ratio)
+        room = self._held.room - len(math.recurrent)  # which a state gets once, and now
+        end = min(end, first + max(0, room) // ratio)
         if first >= end or not self._link.ready:
             return first
         keys = math.keys(request, first, end)

@@ -134,7 +134,7 @@ class SchedulerHalf:
             self._config,
             self._math,
             self._link,
-            HeldBlocks(pool, max(self._config.max_saving_blocks, self._math.ratio)),
+            HeldBlocks(pool, max(self._config.max_saving_blocks, self._math.most_held_at_once)),
             world_size=self._world_size,
             spans=self._spans,
         )
