@@ -1,6 +1,7 @@
 """Recurrent states: a prefix ends where all of them are, in whatever tier, and nowhere else."""
 
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -262,6 +263,27 @@ def test_blocks_and_states_come_up_from_disk(managers: list[KVManager], tmp_path
     assert taken(manager, task, PROMPT) == 4
 
 
+def test_blocks_behind_the_end_are_not_leased_while_it_comes(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = open_(managers, 12, tmp_path)
+    save(manager, ALICE, PROMPT)
+    save_states(manager, PROMPT, 1, 4)
+    push_out(manager)
+    go = threading.Event()
+    read = DiskStore.read_into
+    monkeypatch.setattr(
+        DiskStore, "read_into", lambda *a: read(*a) if go.wait(PATIENCE_SECONDS) else []
+    )
+    task = ask(manager, PROMPT)
+    assert task.state is TaskState.PROMOTING
+    leased = {key for key, leases in known(manager).items() if leases}
+    nearer = states_of(PROMPT[0])
+    assert leased == {ALICE + k for k in [*PROMPT[:4], *states_of(PROMPT[3]), *nearer]}
+    go.set()
+    assert taken(manager, settled(manager, task), PROMPT) == 4
+
+
 def test_states_are_found_after_a_restart(managers: list[KVManager], tmp_path: Path) -> None:
     manager = open_(managers, 12, tmp_path)
     save(manager, ALICE, PROMPT)
@@ -429,6 +451,24 @@ def test_remote_state_that_is_gone_when_it_is_read_leaves_a_nearer_end(
         del values[ALICE + states_of(PROMPT[end - 1])[1]]
     store.reads.set()
     assert taken(manager, settled(manager, task), PROMPT) == 2
+
+
+def test_nearer_state_that_is_being_saved_meanwhile_is_left_alone(
+    managers: list[KVManager], values: dict[StoreKey, Value], store: GatedStore
+) -> None:
+    """It has a host slot by then, and another would be read into."""
+    other_node(values, 2, 5)
+    manager = open_(managers, remote=store)
+    store.reads.clear()
+    task = ask(manager, PROMPT)
+    eventually(lambda: store.begun_reads > 0, "nothing is read")
+    put = manager.put_match(ALICE, states_of(PROMPT[1]), parent=PROMPT[1])
+    assert len(put.slots) == GROUPS
+    del values[ALICE + states_of(PROMPT[4])[1]]
+    store.reads.set()
+    assert taken(manager, settled(manager, task), PROMPT) == 0
+    manager.check()
+    manager.fail([put.task_id])
 
 
 def test_store_that_goes_away_leaves_the_end_that_is_here(

@@ -389,9 +389,6 @@ class Gets:
         coming = leading(self._cache.has(task.ids, HOST | ARRIVING))
         self._cache.unlease(task.ids[coming:])
         task.ids = task.ids[:coming]
-        if task.aim is not None:
-            while task.aim.ends and task.aim.ends[-1].blocks > coming:
-                self._cache.unlease(task.aim.ends.pop().ids)
 
     def _unlease(self, task: GetTask) -> None:
         """Return all that *task* has leased."""
