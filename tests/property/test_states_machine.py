@@ -103,8 +103,7 @@ class StatesMachine(ManagerMachine):
         }
 
     def state_step(self, held: Held, how: str) -> None:
-        if how in {"stay", "part"}:
-            return
+        """Nothing is on its way afterwards: it would take the slots of what was just saved."""
         if not held.launched:
             found = self.manager.wait([held.task_id], PATIENCE_SECONDS).get(held.task_id)
             if found is None or found.state in FINAL:  # its engine has died
@@ -113,19 +112,21 @@ class StatesMachine(ManagerMachine):
             assert found.state is TaskState.READY
             held.status = found
             self.check_bytes(held)
+        if how in {"stay", "part"}:
+            return
         if how in {"complete", "launch"} and not held.launched:
             self.manager.launch([held.task_id], owner=held.owner)
             held.launched = True
         if how != "launch":
             getattr(self.manager, how)([held.task_id], owner=held.owner)
-        if how == "fail" and not self.disk_slots and self.remote is None:
-            gone = held.status.matched_blocks
-            lost = {*held.keys[:gone], *(states_of(held.keys[gone - 1]) if gone else ())}
-            self.saved -= {(held.namespace, key) for key in lost}
         if how == "fail":
             self.roomy = False
         if how in {"complete", "fail"} or (how == "cancel" and not held.launched):
             self.state_gets.remove(held)
+
+    def doubt(self, held: Held, loaded: int) -> None:
+        """What a failed load drops may be kept by leases of either kind: it counts as saved."""
+        self.roomy = False
 
     def check_bytes(self, held: Held) -> None:
         slots = held.status.slots
