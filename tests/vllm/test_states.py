@@ -247,20 +247,18 @@ def test_request_that_is_over_before_its_state_is_copied_is_saved_all_the_same(
 @ANY_SCHEDULER
 @pytest.mark.parametrize("retention", [0, DENSE], ids=["sparse", "dense"])
 @pytest.mark.parametrize("hash_tokens", [TOKENS, 4], ids=["whole", "fine"])
-@pytest.mark.parametrize("seed", range(2))
 def test_any_traffic_goes_on_from_right_states(
     bench: Bench,
     order: str,
     asynchronous: bool,
     retention: int | None,
     hash_tokens: int,
-    seed: int,
 ) -> None:
     """Preemption, aborts and resets of the device cache among requests that share beginnings.
 
     With *hash_tokens* less than a block vLLM also keeps states within blocks, for itself.
     """
-    rng = random.Random(seed)
+    rng = random.Random(f"{order} {asynchronous} {retention} {hash_tokens}")
     engine = engine_of(
         bench,
         order,
