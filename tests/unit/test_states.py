@@ -375,6 +375,37 @@ def test_without_room_for_the_last_end_a_nearer_one_is_taken(
     manager.cancel([held.task_id])
 
 
+def test_get_does_not_wait_for_what_it_would_fall_back_on(
+    managers: list[KVManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of the nearer end are read for another one, which alone is told of them."""
+    manager = open_(managers, 20, tmp_path)
+    save(manager, ALICE, PROMPT)
+    save_states(manager, PROMPT, 2, 4)
+    push_out(manager)
+    brought = manager.get_match(ALICE, PROMPT)
+    manager.cancel([settled(manager, brought).task_id])
+    gate, nearer = threading.Event(), {ALICE + state for state in states_of(PROMPT[1])}
+    whole = DiskStore.read_into
+
+    def read(
+        self: DiskStore, asked: Sequence[StoreKey], buffers: Sequence[memoryview]
+    ) -> list[Read]:
+        assert nearer.isdisjoint(asked) or gate.wait(PATIENCE_SECONDS)
+        return whole(self, asked, buffers)
+
+    monkeypatch.setattr(DiskStore, "read_into", read)
+    first, second = ask(manager, PROMPT[:2]), ask(manager, PROMPT)
+    assert (first.state, second.state) == (TaskState.PROMOTING, TaskState.PROMOTING)
+    try:
+        second = settled(manager, second)
+        assert second.state is TaskState.READY
+        assert taken(manager, second, PROMPT) == 4
+    finally:
+        gate.set()
+    assert taken(manager, settled(manager, first), PROMPT) == 2
+
+
 # -- a remote tier -------------------------------------------------------------------------------
 
 

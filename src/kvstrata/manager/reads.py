@@ -108,6 +108,6 @@ class Reads:
         return {self.arrivals[block] for block in arriving.tolist()}
 
     def is_waiting(self, task: GetTask) -> bool:
-        """Whether *task* waits for some of what it leases."""
-        _, somewhere = self._cache.places(task.held)
+        """Whether some of what *task* goes for is on its way."""
+        _, somewhere = self._cache.places(task.goal)
         return bool(somewhere & ARRIVING)

@@ -186,6 +186,14 @@ class GetTask:
         return np.concatenate([self.ids, *(end.ids for end in self.aim.ends)])
 
     @property
+    def goal(self) -> BlockIds:
+        """Of all that it leases what it waits for: not what it would fall back on."""
+        if self.aim is None:
+            return self.ids
+        states = [end.ids for end in self.aim.ends if end.blocks == self.aim.tried]
+        return np.concatenate([self.ids[: self.aim.tried], *states])
+
+    @property
     def lowest_tier(self) -> str:
         """Of those that had some of its blocks; ``none`` without any."""
         if self.remote_blocks:
