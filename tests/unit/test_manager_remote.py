@@ -136,6 +136,20 @@ def test_a_request_that_ends_before_its_lookup_is_answered_counts_as_nothing(
     manager.close()
 
 
+def test_a_prefetch_that_is_cancelled_late_is_no_unanswered_lookup(store: GatedStore) -> None:
+    manager = KVManager(
+        config(8, remote_lookup_seconds=1e-6), block_bytes=BLOCK_BYTES, remote=store
+    )
+    store.searches.clear()
+    manager.cancel([manager.prefetch(ALICE, keys(0, 0))])
+    request = manager.get_match(ALICE, keys(0, 0))
+    manager.cancel([request.task_id])
+    store.searches.set()
+    eventually(lambda: count(manager, "unanswered_lookups_total") > 0, "the search has no end")
+    manager.close()
+    assert count(manager, "unanswered_lookups_total") == 1
+
+
 def test_what_is_known_is_there_at_once_and_the_rest_comes_later(
     manager: KVManager, store: GatedStore
 ) -> None:

@@ -563,6 +563,49 @@ def test_task_that_ends_during_its_search_keeps_no_lease(
     store.searches.set()
 
 
+def test_end_that_is_lost_during_the_search_is_not_found(
+    managers: list[KVManager],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    store: GatedStore,
+) -> None:
+    manager = open_(managers, 20, tmp_path)
+    save(manager, ALICE, PROMPT[:4])
+    save_states(manager, PROMPT, 4)
+    written(manager)
+    managers.remove(manager)
+    close(manager)
+    manager = open_(managers, 20, tmp_path, store)  # which has nothing of it
+    damage(monkeypatch, {ALICE + PROMPT[3]})
+    store.searches.clear()
+    task = ask(manager, PROMPT)
+    assert (task.state, task.matched_blocks) == (TaskState.SEARCHING, 4)
+    eventually(lambda: not reads_running(manager), "a promotion does not end")
+    store.searches.set()
+    task = settled(manager, task)
+    assert (task.state, task.matched_blocks) == (TaskState.READY, 0)
+    manager.cancel([task.task_id])
+    counted = [hit_count(manager, f"lookup_blocks_total{{tier={t}}}") for t in ("disk", "none")]
+    assert counted == [4, 2]
+
+
+def test_remote_state_that_is_also_something_else_is_none(
+    managers: list[KVManager], values: dict[StoreKey, Value], store: GatedStore
+) -> None:
+    first, second = states_of(PROMPT[0])
+    asked = [state_keys(as_key_array([second]), 0).tobytes(), PROMPT[0]]
+    node = KVManager(config(32), block_bytes=BLOCK_BYTES, remote=GatedStore(values))
+    for some in (asked, states_of(asked[0]), [first, second]):
+        save(node, ALICE, some)
+    written(node)
+    node.close()
+    manager = open_(managers, remote=store)
+    task = settled(manager, ask(manager, asked))
+    assert (task.state, task.matched_blocks) == (TaskState.READY, 0)
+    manager.cancel([task.task_id])
+    assert known(manager) == {}
+
+
 # -- anything ------------------------------------------------------------------------------------
 
 _PATHS = [keys(0, 0, 0, 0), keys(0, 0, 1, 1), keys(0, 1, 1, 1)]

@@ -50,6 +50,8 @@ class Aims:
         """
         cache = self._cache
         if not _are_distinct(task, ends):  # as no engine's keys are: no state is what it seems
+            states = np.concatenate([end.ids for end in ends])
+            cache.index.settle(np.unique(states))  # a search may have made them known
             ends = []
         for end in ends:
             cache.lease(end.ids)  # before slots are taken, and before they are returned below

@@ -339,7 +339,7 @@ class Gets:
     def _found_late(self, task: GetTask, lookup: Lookup, search: _Search, count: int) -> None:
         """*task* has not waited for the *count* blocks that were found; it may have ended early."""
         seconds = time.monotonic() - search.began_at
-        if seconds <= search.seconds:
+        if seconds <= search.seconds or not task.is_traffic:
             return
         self._counters.add(metrics.UNANSWERED_LOOKUPS, 1)
         self._explain(task, lookup, count, Plan(0, Reason.UNANSWERED, 0.0, None))
@@ -436,9 +436,9 @@ class Gets:
             nearest = task.blocks
             arrivals = self._aims.found(task, aim, known, question, there)
             if task.is_traffic:
-                unknown = len(aim.lookup.keys) - task.blocks
-                self._counters.add(metrics.LOOKUP_BLOCKS, task.blocks - nearest, "remote")
-                self._counters.add(metrics.LOOKUP_BLOCKS, unknown, "none")
+                found = max(task.blocks, nearest)  # which may have been lost meanwhile
+                self._counters.add(metrics.LOOKUP_BLOCKS, found - nearest, "remote")
+                self._counters.add(metrics.LOOKUP_BLOCKS, len(aim.lookup.keys) - found, "none")
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
             settling.reads.extend(arrivals)
