@@ -17,6 +17,7 @@ from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import BLOCK_KEY_BYTES
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient
+from kvstrata.storage.disk_directory import Reservation
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def test_two_servers_on_one_disk_are_refused_before_an_engine_has_joined(place: 
     with running("server", "--socket", str(place / "first"), *disk, log=log) as first:
         until(lambda: "ready" in log.read_text(), 30, log)
         message = refused("--socket", str(place / "second"), *disk)
-        assert f"disk store {place}/made/kv is in use by process {first.pid}\n" in message
+        assert f"disk store {place}/made/kv is in use by process {first.pid} (waited" in message
         assert "another directory" in message
         assert not (place / "second").exists()
         with engine(place / "first") as client:
@@ -226,6 +227,23 @@ def test_two_servers_on_one_disk_are_refused_before_an_engine_has_joined(place: 
         found = client.get_match(NAMESPACE, keys)
         assert (found.matched_blocks, found.disk_blocks) == (3, 3)
         client.cancel([found.task_id])
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["which it takes away", "which stays"])
+def test_a_server_waits_for_one_that_lets_go_of_its_disk(place: Path, is_new: bool) -> None:
+    """Whoever restarts a server may start the new one before the old one has ended."""
+    if not is_new:
+        (place / "kv").mkdir()
+    ending, log = Reservation([place / "kv"]), place / "log"
+    disk = ("--host-size", "2MiB", "--disk", f"{place}/kv:4MiB")
+    try:
+        with running("server", "--socket", str(place / "s.sock"), *disk, log=log) as process:
+            until(lambda: f"in use by process {os.getpid()}" in log.read_text(), 30, log)
+            ending.close()
+            until(lambda: "ready at" in log.read_text(), 30, log)
+            assert process.poll() is None, log.read_text()
+    finally:
+        ending.close()
 
 
 def test_an_engine_that_a_server_refuses_leaves_its_directory_to_the_server(place: Path) -> None:

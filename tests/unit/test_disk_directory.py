@@ -253,7 +253,7 @@ class TestLock:
         reservation = Reservation([taken])
         refused(taken, ConfigError, f"in use by process {os.getpid()}")
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-            Reservation([path, taken])
+            Reservation([path, taken], lock_timeout_seconds=0)
         assert not (tmp_path / "above").exists()
         reservation.close()
         assert not taken.exists()

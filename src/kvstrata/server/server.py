@@ -39,8 +39,8 @@ class Server:
     The block size decides the geometry of all tiers. It is given, or told by the first engine;
     an engine with another one is refused.
 
-    Directories of tiers that no engine could use are a ``ConfigError`` at once. So is a disk tier that
-    another process has; from then on it is this server's, whether or not an engine has joined.
+    Directories of tiers that no engine could use are a ``ConfigError`` at once. So is a disk tier
+    that another process has and does not let go of in a few seconds; from then on it is this server's, whether or not an engine has joined.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId, Read, StoreKey,
 from kvstrata.storage.batch import check_keys, check_lengths
 from kvstrata.storage.disk_directory import Reservation, Wanted, open_directories, store_name
 from kvstrata.storage.disk_free import FreeSlots
+from kvstrata.storage.disk_lock import LOCK_TIMEOUT_SECONDS
 from kvstrata.storage.disk_slots import Piece
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.disk_table import BlockTable, StoredArrays
@@ -66,7 +67,7 @@ class DiskStore:
         max_blocks_per_file: int = 32000,
         discard: bool = False,
         write_depth: int = 4,
-        lock_timeout_seconds: float = 10.0,
+        lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
         reservation: Reservation | None = None,
         system: FileSystem | None = None,
     ) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from kvstrata.core.errors import ConfigError, FormatError
 from kvstrata.storage.disk_allocation import on_disk, preallocate, slot_files
 from kvstrata.storage.disk_files import exists, remove_file, sync_directory
-from kvstrata.storage.disk_lock import LOCK_NAME, lock_directory
+from kvstrata.storage.disk_lock import LOCK_NAME, LOCK_TIMEOUT_SECONDS, lock_directory
 from kvstrata.storage.disk_slots import SlotFiles
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.journal import (
@@ -101,16 +101,19 @@ class Reservation:
     """*paths* are this process's alone until ``close``: for whoever cannot open the store yet.
 
     What is missing is made, and goes again with ``close`` unless a store was made in it. Raises
-    ``ConfigError``, naming the holder, if another process has one of *paths*.
+    ``ConfigError``, naming the holder, if another process has one of *paths* for longer than
+    *lock_timeout_seconds*: one that has been told to end still writes what is not on disk yet.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(
+        self, paths: Sequence[Path], *, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
+    ) -> None:
         self._paths = paths
         self._system = FileSystem()
         try:
             with ExitStack() as undo:
                 self._held = undo.enter_context(ExitStack())
-                self.locks = _lock(self._system, paths, 0, self._held, undo)
+                self.locks = _lock(self._system, paths, lock_timeout_seconds, self._held, undo)
                 self._undo = undo.pop_all()
         except OSError as e:
             raise ConfigError(
@@ -219,9 +222,15 @@ def _lock(
     """The locked descriptors, which *locks* closes; what is made here goes with *undo*."""
     found = []
     for path in paths:
-        _make_directory(system, path, undo)
-        had_lock = exists(system, path / LOCK_NAME)
-        found.append(lock_directory(system, path, timeout_seconds))
+        while True:
+            _make_directory(system, path, undo)
+            had_lock = exists(system, path / LOCK_NAME)
+            try:
+                found.append(lock_directory(system, path, timeout_seconds))
+                break
+            except FileNotFoundError:
+                if exists(system, path):
+                    raise  # else who had it has taken away what it had made
         locks.callback(system.close, found[-1])
         if not had_lock:
             undo.callback(system.unlink, path / LOCK_NAME)

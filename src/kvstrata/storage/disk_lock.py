@@ -1,6 +1,7 @@
 """The lock that keeps a disk store to one process."""
 
 import fcntl
+import logging
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,10 @@ from kvstrata.core.errors import ConfigError
 from kvstrata.storage.disk_files import read_file
 from kvstrata.storage.disk_system import FileSystem
 
+_log = logging.getLogger(__name__)
+
 LOCK_NAME: Final = "kvstrata.lock"
+LOCK_TIMEOUT_SECONDS: Final = 10.0  # a server that has been told to end writes for half as long
 
 _POLL_SECONDS: Final = 0.05
 
@@ -23,6 +27,7 @@ def lock_directory(system: FileSystem, directory: Path, timeout_seconds: float) 
     """
     path = directory / LOCK_NAME
     deadline = time.monotonic() + timeout_seconds
+    is_told = timeout_seconds <= 0
     while True:
         fd = _try_lock(system, path)
         if fd is not None:
@@ -33,6 +38,9 @@ def lock_directory(system: FileSystem, directory: Path, timeout_seconds: float) 
                 f"disk store {directory} is in use by process {_holder(system, path)}{waited}",
                 hint="stop that process, or give this store another directory",
             )
+        if not is_told:
+            holder, is_told = _holder(system, path), True
+            _log.info("disk store %s is in use by process %s: waiting for it", directory, holder)
         time.sleep(_POLL_SECONDS)  # flock has no timeout of its own
 
 
