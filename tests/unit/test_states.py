@@ -532,6 +532,7 @@ def test_launched_during_the_search_takes_the_end_that_is_here(
     store.searches.set()
     manager.complete([task.task_id])
     assert hit_count(manager, "loaded_blocks_total") == 2
+    eventually(lambda: hit_count(manager, "lookup_blocks_total{tier=none}") == 4, "not counted")
 
 
 def test_reset_during_the_search_finds_nothing(

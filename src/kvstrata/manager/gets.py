@@ -427,21 +427,29 @@ class Gets:
         """The remote tier has told which of the states of *question* are *there*."""
         with self.settling() as settling:
             settling.tasks.add(task)
-            known = search.known_blocks
+            known, counted = search.known_blocks, aim.counted
             if task.state is not TaskState.SEARCHING:
+                self._count_found(task, aim, counted, counted)
                 late = question.blocks[0] - known if any(there) else 0
                 self._found_late(task, aim.lookup, search, late)
                 return
             task.state = step(task.state, TaskEvent.FOUND)
-            nearest = task.blocks
             arrivals = self._aims.found(task, aim, known, question, there)
-            if task.is_traffic:
-                found = max(task.blocks, nearest)  # which may have been lost meanwhile
-                self._counters.add(metrics.LOOKUP_BLOCKS, found - nearest, "remote")
-                self._counters.add(metrics.LOOKUP_BLOCKS, len(aim.lookup.keys) - found, "none")
+            self._count_found(task, aim, counted, task.blocks)
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
             settling.reads.extend(arrivals)
+
+    def _count_found(self, task: GetTask, aim: Aim, counted: int, blocks: int) -> None:
+        """A search has ended: *task* has *blocks*, of which *counted* were known before it.
+
+        Fewer if some could not be read meanwhile.
+        """
+        if not task.is_traffic:
+            return
+        found = max(blocks, counted)
+        self._counters.add(metrics.LOOKUP_BLOCKS, found - counted, "remote")
+        self._counters.add(metrics.LOOKUP_BLOCKS, len(aim.lookup.keys) - found, "none")
 
     def _count_lookup(self, task: GetTask, blocks: int) -> None:
         """*task* is what this node knows of a lookup of *blocks*."""
