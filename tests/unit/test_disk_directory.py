@@ -14,6 +14,7 @@ from kvstrata.core.errors import ConfigError, FormatError, KVStrataError
 from kvstrata.core.types import Write
 from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.disk_directory import Reservation
+from kvstrata.storage.disk_lock import LOCK_NAME
 
 BLOCK_BYTES = 4096
 SLOT_BYTES = 8192
@@ -270,6 +271,24 @@ class TestLock:
         refused(path, ConfigError, "in use by process")
         store.close()
         make(path).close()
+
+    @pytest.mark.parametrize("what", ["the directory", "what is in it"])
+    def test_a_reservation_that_was_deleted_is_made_anew(self, tmp_path: Path, what: str) -> None:
+        """Somebody empties the disk tier of a server that has no engine yet."""
+        paths = [tmp_path / "a", tmp_path / "b"]
+        reservation = Reservation(paths)
+        if what == "the directory":
+            shutil.rmtree(paths[1])
+        else:
+            (paths[1] / LOCK_NAME).unlink()
+        opened = partial(DiskStore, paths, block_bytes=BLOCK_BYTES, capacity_bytes=4 * SLOT_BYTES)
+        store = opened(reservation=reservation)
+        for path in paths:
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+                Reservation([path], lock_timeout_seconds=0)
+        store.close()
+        reservation.close()
+        opened().close()
 
 
 class TestInterruptedMaking:

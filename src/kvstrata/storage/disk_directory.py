@@ -22,7 +22,12 @@ import numpy as np
 from kvstrata.core.errors import ConfigError, FormatError
 from kvstrata.storage.disk_allocation import on_disk, preallocate, slot_files
 from kvstrata.storage.disk_files import exists, remove_file, sync_directory
-from kvstrata.storage.disk_lock import LOCK_NAME, LOCK_TIMEOUT_SECONDS, lock_directory
+from kvstrata.storage.disk_lock import (
+    LOCK_NAME,
+    LOCK_TIMEOUT_SECONDS,
+    is_lock_of,
+    lock_directory,
+)
 from kvstrata.storage.disk_slots import SlotFiles
 from kvstrata.storage.disk_system import FileSystem
 from kvstrata.storage.journal import (
@@ -113,12 +118,17 @@ class Reservation:
         try:
             with ExitStack() as undo:
                 self._held = undo.enter_context(ExitStack())
-                self.locks = _lock(self._system, paths, lock_timeout_seconds, self._held, undo)
+                self._locks = _lock(self._system, paths, lock_timeout_seconds, self._held, undo)
                 self._undo = undo.pop_all()
         except OSError as e:
             raise ConfigError(
                 f"disk store {store_name(paths)} cannot be opened: {e}", hint=_NOT_ACCESSIBLE
             ) from e
+
+    def locks(self) -> dict[Path, int]:
+        """The locked descriptors of those of *paths* from which nobody has deleted the lock file."""
+        found = zip(self._paths, self._locks, strict=True)
+        return {path: fd for path, fd in found if is_lock_of(self._system, path, fd)}
 
     def close(self) -> None:
         if any(exists(self._system, path / SUPERBLOCK_NAME) for path in self._paths):
@@ -138,7 +148,8 @@ def open_directories(
 ) -> tuple[OpenDirectories, Replay]:
     """Open the store in *paths*, make it if there is none, grow it if more is wanted.
 
-    The locks are those of *reservation*, if there is one, which keeps them until it is closed, too.
+    The locks are those of *reservation*, if there is one, which keeps them until it is closed, too;
+    where somebody has deleted one, another.
     ``Replay.lost`` blocks were journalled, but their slot file is missing or too short.
     Raises ``ConfigError`` or ``FormatError`` and then leaves *paths* as they were: nothing
     deleted, nothing overwritten, nothing left behind.
@@ -147,11 +158,11 @@ def open_directories(
         _check(system, paths, wanted)
         with ExitStack() as undo:
             locks = undo.enter_context(ExitStack())
-            if reservation is None:
-                _lock(system, paths, lock_timeout_seconds, locks, undo)
-            else:
-                for fd in reservation.locks:
-                    locks.callback(system.close, os.dup(fd))
+            reserved = {} if reservation is None else reservation.locks()
+            for fd in reserved.values():
+                locks.callback(system.close, os.dup(fd))
+            others = [path for path in paths if path not in reserved]
+            _lock(system, others, lock_timeout_seconds, locks, undo)
             opened = _open(system, paths, wanted, locks, undo)
             undo.pop_all()
             return opened

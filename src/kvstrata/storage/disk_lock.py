@@ -49,7 +49,7 @@ def _try_lock(system: FileSystem, path: Path) -> int | None:
     locked = False
     try:
         system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = _is_file(system, path, fd)
+        locked = is_lock_of(system, path.parent, fd)
         if locked:
             system.ftruncate(fd, 0)
             system.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -64,10 +64,10 @@ def _try_lock(system: FileSystem, path: Path) -> int | None:
     return fd if locked else None
 
 
-def _is_file(system: FileSystem, path: Path, fd: int) -> bool:
-    """Whether *path* still names the file behind *fd*: a failed open removes its lock file."""
+def is_lock_of(system: FileSystem, directory: Path, fd: int) -> bool:
+    """Whether *fd* is the lock file of *directory*: a failed open removes it, and so may others."""
     try:
-        return os.path.samestat(system.stat(path), system.fstat(fd))
+        return os.path.samestat(system.stat(directory / LOCK_NAME), system.fstat(fd))
     except FileNotFoundError:
         return False
 
