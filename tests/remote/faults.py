@@ -249,7 +249,8 @@ class ProtocolFaults:
         finally:
             (running.resume if what == "stopped" else running.revive)()
         assert node.faults().keys() & {"timeout", "unreachable"}
-        assert node.faults().keys() <= {"timeout", "unreachable", "refused"}
+        causes = set(node.faults())  # a pool whose nodes are gone is full
+        assert causes <= {"timeout", "unreachable", "refused", "full"}, causes
         self.is_written(running, node, saved)
 
     def is_written(self, running: RemoteEngine, node: Node, saved: Sequence[BlockKey]) -> None:
