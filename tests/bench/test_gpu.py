@@ -226,7 +226,11 @@ def test_the_table_to_fill_has_a_row_for_each_that_is_measured_in_that_order(
             for mode in modes
             for row in gpu_serving._compare(serving, mode, answers, answers, answers)
         ),
-        *gpu_blend.compare([Pair(2050, 0.975, 2.0, 1.0, 2048, 1.0, 1.0)]),
+        *(
+            row
+            for tokens in (2050, 8200)
+            for row in gpu_blend.compare([Pair(tokens, 0.975, 2.0, 1.0, tokens, 1.0, 1.0)])
+        ),
         *gpu_beside.busy_rows(CPU, 1 << 16),
         *gpu_native.rows(CPU, native, 1 << 16),
     ]

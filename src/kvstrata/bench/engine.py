@@ -6,6 +6,7 @@ standard output (``traffic.Order``, ``traffic.Reply``); what vLLM prints goes to
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
 import sys
@@ -14,6 +15,7 @@ import time
 import zlib
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Final
@@ -255,7 +257,23 @@ def _start(deployment: Deployment) -> Any:
         disable_log_stats=True,
         **{name: value for name, value in optional.items() if value is not None},
     )
-    return AsyncLLM.from_engine_args(arguments)
+    with _alone(Path(deployment.folder).parent) if device != "cpu" else contextlib.nullcontext():
+        return AsyncLLM.from_engine_args(arguments)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other engine with files below *folder* starts.
+
+    On an accelerator vLLM measures how much memory is free, twice, and dies if it is more then.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # of processes that were forked meanwhile, too
+    finally:
+        os.close(descriptor)
 
 
 async def _serve(deployment: Deployment, orders: IO[bytes], replies: IO[bytes]) -> None:

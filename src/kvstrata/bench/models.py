@@ -30,11 +30,18 @@ class Model:
 
 
 def random_model(
-    folder: Path, on_cpu: bool, *, layers: int = 6, hidden: int = 384, dtype: DType = "float32"
+    folder: Path,
+    on_cpu: bool,
+    *,
+    layers: int = 6,
+    hidden: int = 384,
+    kv_heads: int = 4,
+    head_dim: int = 32,
+    dtype: DType = "float32",
 ) -> Model:
     """A small Llama; its KV takes 6 KiB a token, so that a hit saves little and all costs show.
 
-    *hidden* is a multiple of 128.
+    *hidden* is a multiple of *kv_heads* x *head_dim*.
     """
     from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
 
@@ -42,8 +49,9 @@ def random_model(
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         layers=layers,
-        heads=hidden // 32,
-        kv_heads=4,
+        heads=hidden // head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=VOCABULARY,
         max_position=MOST_TOKENS,
         dtype=dtype,
