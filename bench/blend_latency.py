@@ -30,7 +30,7 @@ import numpy as np
 from bench.members import asked_at_once, roomy_members
 
 from kvstrata.bench.fleet import EngineFailed, Member
-from kvstrata.bench.models import VOCABULARY, random_model
+from kvstrata.bench.models import VOCABULARY, random_model, small_llama
 from kvstrata.bench.traffic import Answer
 from kvstrata.blend.plan import BlendPlan, ReusedRuns
 from kvstrata.core.config import Config
@@ -205,13 +205,12 @@ def _cpu_seconds(member: Member) -> float:
 
 def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair], list[Pair], float]:
     """Pairs of the three parts, and the share of a whole prefill that choosing takes."""
-    make_model = partial(
-        random_model, layers=options.layers, hidden=options.hidden, dtype=options.dtype
-    )
+    shape = small_llama(layers=options.layers, hidden=options.hidden, dtype=options.dtype)
+    make_model = partial(random_model, shape=shape)
     with roomy_members((FULL, BLEND), options.folder, make_model) as (members, model):
         bench = Bench(members, options.seed)
-        for shape in MIX[-2:]:  # warms up
-            bench.pair(*shape, 0)
+        for each in MIX[-2:]:  # warms up
+            bench.pair(*each, 0)
         documents = [bench.pair(PROMPT_TOKENS, SHARE, i) for i in range(options.rounds)]
         mix = [
             bench.pair(*shape, i + again)

@@ -25,7 +25,7 @@ from bench.blend_latency import DOCUMENTS, PROMPT_TOKENS, SHARE, new_tokens, pro
 
 from kvstrata.bench.contenders import transfer_config
 from kvstrata.bench.fleet import environment
-from kvstrata.bench.models import random_model
+from kvstrata.bench.models import random_model, small_llama
 from kvstrata.bench.session import deployment
 from kvstrata.blend.selection import Recompute, Scores, Step
 from kvstrata.integration.vllm.blend.scorer import Prompt, StepRunner
@@ -65,7 +65,8 @@ class Bench:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         from vllm import LLM
 
-        model = random_model(folder / "model", True, layers=options.layers, hidden=options.hidden)
+        shape = small_llama(layers=options.layers, hidden=options.hidden)
+        model = random_model(folder / "model", True, shape)
         plan = deployment("kvstrata-blend", model, folder, model.most_tokens, 1)
         self._random = random.Random(options.seed)
         self._engine: Any = LLM(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata.server import protocol as p
-from kvstrata.server.attach import Attachment
+from kvstrata.server.attach import Attachment, Patience
 from kvstrata.server.client import ManagerClient
 
 BLOCK_BYTES: Final = 1 << 16
@@ -73,7 +73,7 @@ def attach(path: Path, groups: list[Path], *, prefault: bool) -> None:
             path,
             hello,
             lambda mapping: mapped.set() if mapping else None,
-            patience_seconds=PATIENCE_SECONDS,
+            patience=Patience(PATIENCE_SECONDS),
             prefault=prefault,
         )
         with closing(worker):

@@ -147,6 +147,9 @@ class _Instant:
     def fence(self) -> Event:
         return NOW
 
+    def bring(self, rows: object, chosen: object) -> None:
+        return
+
     def copy(self, spans: Spans) -> None:
         return
 

@@ -13,22 +13,27 @@ from bench.blend_latency import BLEND, FULL, PROMPT_TOKENS, SHARE, Bench, Pair
 from bench.gpu_rows import Row
 from bench.members import roomy_members
 
-from kvstrata.bench.models import random_model
+from kvstrata.bench.models import MOST_TOKENS, random_model
+from kvstrata.integration.vllm.tiny_model import TinyLlama
 
 __all__ = ["compare", "rows"]
 
 _PAIRS: Final = 5
 _LONG_TOKENS: Final = 4 * PROMPT_TOKENS
+_HALF_AN_8B: Final = TinyLlama(
+    hidden_size=4096,
+    intermediate_size=8192,  # of its 14336
+    layers=16,  # of its 32
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    max_position=MOST_TOKENS,
+)
 
 
 def rows(folder: Path) -> Iterator[Row]:
-    """Raises ``EngineFailed`` for an engine that does not start, which a gate refuses, or dies.
-
-    Half of an 8B: each layer is one of its, but for an MLP of 8192 and not 14336.
-    """
-    make_model = partial(
-        random_model, layers=16, hidden=4096, kv_heads=8, head_dim=128, dtype="bfloat16"
-    )
+    """Raises ``EngineFailed`` for an engine that does not start, which a gate refuses, or dies."""
+    make_model = partial(random_model, shape=_HALF_AN_8B)
     with roomy_members((FULL, BLEND), folder, make_model) as (members, _):
         bench = Bench(members, seed=1)
         for tokens in (PROMPT_TOKENS, _LONG_TOKENS):

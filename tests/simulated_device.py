@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.descriptors import Spans
 from kvstrata.transfer.driver import DeviceFault, Event
@@ -53,6 +57,10 @@ class SimulatedDevice:
         if self.refuses_to_follow:
             raise DeviceFault("the engine's stream cannot wait")
         event.hold(self.engine)
+
+    def bring(self, rows: NDArray[np.uint8], chosen: NDArray[np.int64]) -> torch.Tensor:
+        self.check()
+        return torch.from_numpy(rows[chosen])
 
     def launch(self, work: Work) -> None:
         """The engine's own kernels."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.cli.traffic import BLOCK_BYTES, NAMESPACE, prompt
 
 from kvstrata.server import protocol as p
-from kvstrata.server.attach import Attachment
+from kvstrata.server.attach import Attachment, Patience
 from kvstrata.server.client import ManagerClient
 from kvstrata.storage.mapping import HostMapping
 
@@ -35,7 +35,7 @@ def main(path: Path, what: str) -> None:
             path,
             p.Hello(0, p.PROTOCOL_VERSION, "worker", what, BLOCK_BYTES),
             on_mapped,
-            patience_seconds=PATIENCE_SECONDS,
+            patience=Patience(PATIENCE_SECONDS),
             prefault=False,
         )
         with closing(worker):

@@ -3,6 +3,7 @@
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench.gpu import GEOMETRIES, Bed, Geometry
@@ -49,6 +50,22 @@ def test_a_save_reads_what_the_engine_has_launched() -> None:
             bed.copy(is_load=False)
             used = bed.geometry.row_bytes * bed.geometry.per_slot
             assert (bed.mapping.data[:, :used] == value).all()
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_rows_are_brought_while_the_engine_computes(is_pinned: bool) -> None:
+    with closing(Bed(GEOMETRIES[0], torch.device("cuda", 0), 96 * MIB)) as bed:
+        if not is_pinned:
+            bed.device.let_go()
+        rows = bed.mapping.data
+        rows[:] = np.random.default_rng(1).integers(0, 256, rows.shape, np.uint8)
+        torch.cuda._sleep(2_000_000_000)  # a second
+        computed = torch.cuda.Event()
+        computed.record()
+        chosen = np.arange(len(rows))[::-2]
+        found = bed.device.bring(rows, chosen)
+        assert not computed.query()
+        assert torch.equal(found.cpu(), torch.from_numpy(rows[chosen]))
 
 
 def test_a_driver_of_cuda_has_batches() -> None:

@@ -13,7 +13,7 @@ from tests.server.harness import engine, memfds, serving, worker_hello
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 from kvstrata.server import sockets
-from kvstrata.server.attach import Attachment
+from kvstrata.server.attach import Attachment, Patience
 from kvstrata.storage.mapping import HostMapping
 
 
@@ -22,7 +22,7 @@ class Worker:
         self,
         path: Path,
         *,
-        patience_seconds: float = 60.0,
+        patience: Patience = Patience(60.0),  # noqa: B008 - immutable
         prefault: bool = True,
         pin: Callable[[HostMapping, Callable[[], bool]], bool] | None = None,
     ) -> None:
@@ -32,7 +32,7 @@ class Worker:
             path,
             worker_hello(),
             self._take,
-            patience_seconds=patience_seconds,
+            patience=patience,
             prefault=prefault,
             pin=pin,
         )
@@ -191,7 +191,7 @@ def test_server_that_lies_is_tried_again_and_told_of_once(
     with (
         caplog.at_level(logging.WARNING),
         contextlib.closing(LyingServer(path, descriptor=descriptor)) as server,
-        contextlib.closing(Worker(path, patience_seconds=0.0)) as worker,
+        contextlib.closing(Worker(path, patience=Patience(0.0))) as worker,
     ):
         before = memfds()
         eventually(lambda: server.seen > 3, "it is not tried again")
@@ -205,7 +205,7 @@ def test_worker_that_ends_does_not_complain_of_a_server_that_has_not_answered(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with contextlib.closing(sockets.listen(path)) as listener, caplog.at_level(logging.WARNING):
-        worker = Worker(path, patience_seconds=0.0)
+        worker = Worker(path, patience=Patience(0.0))
         sock, _ = listener.accept()
         with sock:
             assert sock.recv(4096)  # the hello
@@ -216,9 +216,30 @@ def test_worker_that_ends_does_not_complain_of_a_server_that_has_not_answered(
 def test_absent_server_is_told_of_after_a_while_and_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), contextlib.closing(Worker(path, patience_seconds=0.05)):
+    with (
+        caplog.at_level(logging.WARNING),
+        contextlib.closing(Worker(path, patience=Patience(0.05))),
+    ):
         eventually(lambda: "no cache server" in caplog.text, "nothing is said")
         eventually(
             lambda: len([r for r in caplog.records if "no cache server" in r.message]) == 1,
             "it is said twice",
         )
+
+
+def test_server_that_starts_behind_its_workers_is_not_missed_before_the_engine_runs(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked: list[bool] = []
+
+    def awaits_engine() -> bool:
+        looked.append(len(looked) < 3)
+        return looked[-1]
+
+    with (
+        caplog.at_level(logging.WARNING),
+        contextlib.closing(Worker(path, patience=Patience(0.05, awaits_engine))),
+    ):
+        eventually(lambda: "no cache server" in caplog.text, "nothing is said")
+    assert looked[:3] == [True] * 3
+    assert not looked[3]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvstrata.blend import attention
 from kvstrata.blend.attention import attend_by_position, most_attention
 
 TOKENS, SIZE, SCALE = 9, 8, 0.3
@@ -26,6 +27,23 @@ def test_it_is_the_highest_probability_over_probes_and_heads(
             paid = (reached @ queries[number, head].float() * SCALE).softmax(0)
             expected[first : probe + 1] = torch.maximum(expected[first : probe + 1], paid)
     torch.testing.assert_close(most_attention(queries, keys, probes, SCALE, window), expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("products", [1, 1 << 14, 1 << 25])
+def test_all_heads_together_as_on_a_gpu_find_what_one_after_another_do(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, window: int | None, products: int
+) -> None:
+    monkeypatch.setattr(attention, "_PRODUCTS_AT_ONCE", products)
+    drawn = torch.Generator().manual_seed(heads)
+    probes = torch.randperm(500, generator=drawn)[:150]
+    queries = torch.randn(heads, len(probes), SIZE, generator=drawn)
+    keys = torch.randn(500, kv_heads, SIZE, generator=drawn)
+    expected, found = torch.zeros(500), torch.zeros(500)
+    attention._look_by_head(expected, queries, keys, probes, window)
+    attention._look_in_all_heads(found, queries, keys, probes, window)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])

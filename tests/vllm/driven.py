@@ -49,7 +49,7 @@ from kvstrata.integration.vllm.scheduler import SchedulerHalf
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
 from kvstrata.manager.manager import KVManager
-from kvstrata.server.attach import Attachment
+from kvstrata.server.attach import Attachment, Patience
 
 
 def context_of(kind: Mapping[str, Any]) -> Context:
@@ -152,7 +152,7 @@ class Engine:
                 identity.socket,
                 identity.hello("worker", rank=number),
                 partial(setattr, rank.half, "mapping"),
-                patience_seconds=60.0,
+                patience=Patience(60.0),
                 prefault=False,
             )
             for number, rank in enumerate(self.runner.ranks)

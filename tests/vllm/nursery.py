@@ -28,8 +28,8 @@ _IMPORTED: Final = (
     "vllm.v1.engine.core",
     "vllm.v1.engine.core_client",
     "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
 )
+_OF_A_CPU: Final = "vllm.v1.worker.cpu_worker"  # takes the place of what a GPU's memory is asked by
 
 
 class Nursery:
@@ -113,8 +113,9 @@ def await_birth(asked: socket.socket) -> bool:
 
 def _main() -> None:
     from tests.vllm.engine import run_child
+    from vllm.platforms import current_platform
 
-    for name in _IMPORTED:
+    for name in (*_IMPORTED, *([_OF_A_CPU] if current_platform.is_cpu() else [])):
         importlib.import_module(name)
     gc.freeze()  # what all share is not copied for a walk over it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked here

@@ -77,9 +77,12 @@ def worker_of(
     ranks: Any = ALONE,
     layer: Any = None,
     rule: Callable[[float], Rule] = two_rounds,
+    most_slots: int = 9,
 ) -> BlendWorker:
     layer = layer or Layer()
-    source: Any = SimpleNamespace(per_slot=2, read=lambda mapping, slots, number: slots)
+    source: Any = SimpleNamespace(
+        per_slot=2, most_slots=most_slots, layers=lambda mapping, slots: [slots]
+    )
     stand_in: Any = runner
     return BlendWorker(
         [layer],
@@ -208,8 +211,14 @@ def test_what_the_budget_does_not_hold_waits_and_the_oldest_ends_first() -> None
     assert ended == ["older", "younger"]
 
 
-def test_of_what_is_reused_a_step_moves_no_more_than_it_may() -> None:
-    """80 tokens from the 4th of slots 6 and 3 on, and 36 from the 39th of slots 7 and 1 on."""
+@pytest.mark.parametrize(("most_slots", "moved"), [(9, [50, 50, 16]), (1, [50, 10, 20, 20, 5, 11])])
+def test_of_what_is_reused_a_step_moves_no_more_than_it_may(
+    most_slots: int, moved: list[int]
+) -> None:
+    """80 tokens from the 4th of slots 6 and 3 on, and 36 from the 39th of slots 7 and 1 on.
+
+    Of *most_slots* at a time.
+    """
     start, length, first_row = np.array([40, 130]), np.array([80, 36]), np.array([4, 128 + 39])
     runs = ReusedRuns(start, length, np.array([7, -3]), np.zeros(2, np.bool_))
     plan = BlendPlan.of_runs(runs, prompt_tokens=200, block_tokens=BLOCK_TOKENS, exact_end=32)
@@ -221,13 +230,13 @@ def test_of_what_is_reused_a_step_moves_no_more_than_it_may() -> None:
         first_row=first_row,
     )
     runner, layer = Recorder(), Layer()
-    worker = worker_of(runner, layer=layer)
+    worker = worker_of(runner, layer=layer, most_slots=most_slots)
     worker.begin(asked, SERVER)
     assert worker.advance(SLOTS, 50, 99) == worker.advance(SLOTS, 50, 99) == []
     assert runner.forwards == []
     worker.advance(SLOTS, 50, 99)
     assert runner.forwards != []
-    assert [len(part) for part in layer.written] == [50, 50, 16]
+    assert [len(part) for part in layer.written] == moved
     found = {place: token for part in layer.written for place, token in part.items()}
     expected = [600 + i for i in range(4, 64)] + [300 + i for i in range(20)]
     expected += [700 + i for i in range(39, 64)] + [100 + i for i in range(11)]

@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
 
-__all__ = ["MOST_TOKENS", "VOCABULARY", "DType", "Model", "random_model", "users_model"]
+__all__ = [
+    "MOST_TOKENS",
+    "VOCABULARY",
+    "DType",
+    "Model",
+    "random_model",
+    "small_llama",
+    "users_model",
+]
 
 DType = Literal["float32", "bfloat16"]
 
@@ -29,38 +38,31 @@ class Model:
     title: str
 
 
-def random_model(
-    folder: Path,
-    on_cpu: bool,
-    *,
-    layers: int = 6,
-    hidden: int = 384,
-    kv_heads: int = 4,
-    head_dim: int = 32,
-    dtype: DType = "float32",
-) -> Model:
-    """A small Llama; its KV takes 6 KiB a token, so that a hit saves little and all costs show.
+def small_llama(*, layers: int = 6, hidden: int = 384, dtype: DType = "float32") -> TinyLlama:
+    """Its KV takes 6 KiB a token, so that a hit saves little and all costs show.
 
-    *hidden* is a multiple of *kv_heads* x *head_dim*.
+    *hidden* is a multiple of 128.
     """
-    from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
-
-    shape = TinyLlama(
+    return TinyLlama(
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         layers=layers,
-        heads=hidden // head_dim,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        heads=hidden // 32,
+        kv_heads=4,
         vocab_size=VOCABULARY,
         max_position=MOST_TOKENS,
         dtype=dtype,
     )
+
+
+def random_model(folder: Path, on_cpu: bool, shape: TinyLlama | None = None) -> Model:
+    """A Llama of *shape*, else a small one."""
+    shape = shape or small_llama()
     write_tiny_llama(folder, shape)
     return Model(
         str(folder),
         shape.dtype,
-        VOCABULARY,
+        shape.vocab_size,
         shape.layers * 2 * shape.kv_heads * shape.head_dim * _DTYPE_BYTES[shape.dtype],
         MOST_TOKENS,
         _CPU_BLOCK_TOKENS if on_cpu else _BLOCK_TOKENS,

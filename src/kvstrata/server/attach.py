@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.core.errors import KVStrataError, ProtocolError
@@ -20,6 +21,15 @@ _KEEP_SECONDS = 1.0  # of a dead server's memory, for plans that were made befor
 _EARLY_SECONDS = 0.1  # between two looks at whether the memory may be pinned
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """With an absent server: *seconds*, which do not begin while *awaits_engine*."""
+
+    seconds: float
+    awaits_engine: Callable[[], bool] = lambda: False
+    """Whether what starts the server has yet to start itself."""
+
+
 class Attachment:
     """Maps the host tier of whatever server answers at *path*, on a thread of its own, until ``close``.
 
@@ -33,7 +43,7 @@ class Attachment:
         hello: p.Hello,
         mapped: Callable[[HostMapping | None], None],
         *,
-        patience_seconds: float,
+        patience: Patience,
         prefault: bool,
         pin: Callable[[HostMapping, Callable[[], bool]], bool] | None = None,
     ) -> None:
@@ -42,12 +52,12 @@ class Attachment:
         It is called with None a moment after a server is gone, since the next one may need the
         memory. *pin* is called with each mapping after that, may take its time, and asks its second
         argument whether to end early; where it is too early it returns False, and is called again.
-        An absent server is logged once it has been absent for *patience_seconds*.
+        A server that is absent for longer than *patience* bears is logged, once.
         """
         self._path = path
         self._hello = hello
         self._mapped = mapped
-        self._patience_seconds = patience_seconds
+        self._patience = patience
         self._was_mapped = False
         self._keeps_memory = False
         self._prefault = prefault
@@ -74,13 +84,13 @@ class Attachment:
             except (KVStrataError, OSError) as e:
                 if self._stop.is_set():
                     break
-                if self._was_mapped:
+                if self._was_mapped or self._patience.awaits_engine():
                     self._was_mapped, told, failed_since = False, "", time.monotonic()
                 absent_seconds = time.monotonic() - failed_since
                 if self._keeps_memory and absent_seconds > _KEEP_SECONDS:
                     self._keeps_memory = False
                     self._mapped(None)
-                patient = absent_seconds < self._patience_seconds
+                patient = absent_seconds < self._patience.seconds
                 if not patient and str(e) != told:
                     told = str(e)
                     _log.warning("no cache server to attach to at %s: %s", self._path, told)

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Final, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.transfer.device import DeviceCopier
 from kvstrata.transfer.driver import Event
@@ -87,6 +90,13 @@ class PagedDevice(Protocol):
         """The mapping that was pinned is of no use any more."""
         ...
 
+    def bring(self, rows: NDArray[np.uint8], chosen: NDArray[np.int64]) -> Any:
+        """Some of *rows*, (rows, bytes) of a mapping: a torch tensor, uint8, in the device's memory.
+
+        They have arrived when it returns. None where it is as well to read them where they are.
+        """
+        ...
+
 
 class _Now:
     """Nothing to wait for."""
@@ -148,6 +158,9 @@ class PagewiseDevice:
 
     def let_go(self) -> None:
         """There is nothing that it holds."""
+
+    def bring(self, rows: NDArray[np.uint8], chosen: NDArray[np.int64]) -> Any:
+        return None
 
 
 def _after(event: Event, job: Callable[[Handle[Copied]], R]) -> Callable[[Handle[Copied]], R]:

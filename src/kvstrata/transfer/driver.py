@@ -7,6 +7,9 @@ told by any later call, for work of anybody's: it raises ``DeviceFault``.
 
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstrata.core.errors import KVStrataError
 from kvstrata.transfer.descriptors import Spans
 
@@ -64,4 +67,11 @@ class Driver(Protocol):
 
     def follow(self, event: Event) -> None:
         """What the engine launches from now on runs once *event* is over. As ``fence``."""
+        ...
+
+    def bring(self, rows: NDArray[np.uint8], chosen: NDArray[np.int64]) -> Any:
+        """Some of *rows*, (rows, bytes), as a tensor of this device, for what the engine launches.
+
+        They have arrived when it returns; nothing that was launched before is waited for.
+        """
         ...

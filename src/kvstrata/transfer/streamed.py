@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.storage.mapping import HostMapping
@@ -227,6 +228,11 @@ class StreamedDevice:
 
     def let_go(self) -> None:
         self._pins.let_go()
+
+    def bring(self, rows: NDArray[np.uint8], chosen: NDArray[np.int64]) -> Any:
+        """As in ``PagedDevice``; raises ``DeviceFault``. For the engine's thread."""
+        with self._pins.used():
+            return self._driver.bring(rows, chosen)
 
 
 class _Failed:

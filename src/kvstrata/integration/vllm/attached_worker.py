@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
-from kvstrata.server.attach import Attachment
+from kvstrata.server.attach import Attachment, Patience
 from kvstrata.storage.mapping import HostMapping
 
 
@@ -43,7 +43,7 @@ class AttachedWorker:
             self._path,
             self._hello,
             self._set_mapping,
-            patience_seconds=self._config.start_timeout_seconds,
+            patience=Patience(self._config.start_timeout_seconds, self._awaits_engine),
             prefault=self._config.prefault,
             pin=self.half.pin,
         )
@@ -54,6 +54,10 @@ class AttachedWorker:
         if self._attachment is not None:
             self._attachment.close()
         self.half.let_go()
+
+    def _awaits_engine(self) -> bool:
+        """An embedded server starts behind all workers, which on a GPU may warm up for minutes."""
+        return self._config.server == "embedded" and not self.half.has_begun
 
     def _set_mapping(self, mapping: HostMapping | None) -> None:
         if mapping is None:

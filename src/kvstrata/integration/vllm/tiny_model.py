@@ -7,6 +7,8 @@ itself: the continuation depends on every part of the prompt.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -56,15 +58,33 @@ class TinyLlama:
 def write_tiny_llama(folder: Path, model: TinyLlama | None = None) -> Path:
     """Write ``config.json`` and ``model.safetensors`` and return *folder*, created if needed.
 
-    There is no tokenizer: use ``skip_tokenizer_init=True`` and prompts of token ids.
+    There is no tokenizer: use ``skip_tokenizer_init=True`` and prompts of token ids. An engine may
+    be started in the same process.
     """
     from safetensors.torch import save_file
 
     model = model or TinyLlama()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    with _one_thread():
+        weights = _weights(model)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
     return folder
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For torch. Where its threads have run, vLLM's engine hangs on a GPU: it is forked from here,
+    without them, and waits for them.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _config(model: TinyLlama) -> dict[str, Any]:

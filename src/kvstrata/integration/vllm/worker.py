@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -114,7 +116,7 @@ class WorkerHalf:
         self.bit: Final = 1 << settings.region.worker  # that stands for this worker in reports
         self._idle = False
         self._copy_here = False  # the loads of this step are few, and nothing else is to be done
-        self._has_begun = False  # a step
+        self.has_begun = False  # a step
         self._warn_of_load, self._warn_of_save = SeldomWarning(_log), SeldomWarning(_log)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -129,7 +131,7 @@ class WorkerHalf:
         Where vLLM's first model runner drafts, it calls ``wait_for_save`` in the last pipeline stage
         alone: in the others the saves of a step begin with the next.
         """
-        self._has_begun = True
+        self.has_begun = True
         if self._unsaved is not None:
             self.start_save(self._unsaved)
         self._unsaved = plan if plan.saves and not plan.idle else None
@@ -280,7 +282,7 @@ class WorkerHalf:
         Before the first step it does nothing, and returns False: while vLLM records CUDA graphs no
         thread of the process may ask the driver for memory.
         """
-        if not self._has_begun:
+        if not self.has_begun:
             return False
         self._device.pin(mapping, is_over)
         return True
@@ -292,7 +294,16 @@ class WorkerHalf:
     def slot_pages(self) -> SlotPages:
         """How the pages of this worker lie in a slot, of a model with one KV cache group."""
         (group,), (per_slot,) = self.geometry.groups, self._pieces.per_slot
-        return SlotPages(self._settings.region.start_bytes, group.page_bytes, per_slot)
+        return SlotPages(
+            self._settings.region.start_bytes,
+            group.page_bytes,
+            per_slot,
+            self._bring,
+        )
+
+    def _bring(self, rows: NDArray[np.uint8], chosen: NDArray[np.int64]) -> Any:
+        """By the device that there is by then."""
+        return self._device.bring(rows, chosen)
 
     def _start(
         self, task: WorkerTask, server_id: bytes, split: Callable[[], list[Piece]], after: Event

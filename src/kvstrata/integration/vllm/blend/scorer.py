@@ -127,7 +127,7 @@ class StepRunner:
         most = most_attention(
             query.view(len(query), -1, layer.head_size),
             keys[: int(probes[-1]) + 1 - first],
-            (probes - first).to(keys.device),
+            probes - first,
             layer.impl.scale,
             reach.window,
         )

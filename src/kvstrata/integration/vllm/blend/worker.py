@@ -205,15 +205,17 @@ class BlendWorker:
         targets = request.plan.runs.tokens()[part]
         sources = targets - np.repeat(delta, length)[part]
         rows = targets - np.repeat(start - request.first_row, length)[part]
-        per_slot = self._source.per_slot * block_tokens
-        slots = request.slots[rows[0] // per_slot : rows[-1] // per_slot + 1]
-        chosen = rows - rows[0] // per_slot * per_slot
         places = slots_of(torch.from_numpy(targets), job.prompt.device_blocks, block_tokens)
-        moves = TokenMoves(chosen, places, sources, targets, self._layers[0].device)
-        for number, (layer, corrector) in enumerate(
-            zip(self._layers, self._correctors, strict=True)
-        ):
-            layer.move(self._source.read(mapping, slots, number), moves, corrector)
+        per_slot, device = self._source.per_slot * block_tokens, self._layers[0].device
+        at = rows // per_slot
+        edges = np.unique(np.searchsorted(at, range(at[0], at[-1] + 1, self._source.most_slots)))
+        for some in map(slice, edges, (*edges[1:], len(at))):
+            slots = request.slots[at[some][0] : at[some][-1] + 1]
+            chosen = rows[some] - at[some][0] * per_slot
+            moves = TokenMoves(chosen, places[some], sources[some], targets[some], device)
+            pages = self._source.layers(mapping, slots)
+            for layer, corrector, each in zip(self._layers, self._correctors, pages, strict=True):
+                layer.move(each, moves, corrector)
 
     def _batch(self, budget_tokens: int) -> list[tuple[_Job, Step]]:
         """The next steps that make the next forward.
