@@ -30,9 +30,10 @@ servers: .venv ## What the tests start: Redis, Prometheus, Mooncake, azurite, Ch
 demo: .venv ## See the cache work, in a few minutes
 	$(BIN)/kvstrata demo
 
-PROCESSES ?= 2
-# Engines, servers and browsers share the cores: what fails beside others is run again by itself.
-test: lint operations servers ## Every check: lint, operations, then the whole test suite, in PROCESSES (2) at a time
+PROCESSES ?= 3
+# Engines, servers and browsers share the cores: what fails beside others is run again by itself. Many
+# tests mostly wait: three at a time keep two cores busy.
+test: lint operations servers ## Every check: lint, operations, then the whole test suite, in PROCESSES (3) at a time
 	$(BIN)/pytest -m "not alone and not gpu" --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	|| $(BIN)/pytest -m "not alone and not gpu" --last-failed --last-failed-no-failures none
 	$(BIN)/pytest -m alone

@@ -27,25 +27,39 @@ def pytest_configure() -> None:
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    cores = sorted(os.sched_getaffinity(0))[:4]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     # vLLM's own choice differs with and without a connector, and with it the order of sums.
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
-    else:  # has its parent's; engines that run side by side would take turns at their cores
-        core = cores[int(worker.removeprefix("gw")) % len(cores)]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Nor on one core each: there are more workers than cores, and who waits leaves its own idle.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # The process that forks engines loads torch before vLLM binds it: two threads of each engine
         # that wait for each other on cores they share make everything five times as slow.
         os.environ["OMP_NUM_THREADS"] = "1"
+    else:
+        cores = sorted(os.sched_getaffinity(0))[:4]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
 
 
 @pytest.hookimpl(trylast=True)  # after the shuffle
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with engines first: they take minutes, and others fill the gap at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+    """Files with engines, which compute, among those with servers and clients, which mostly wait.
+
+    The last ones are without engines: one that takes minutes would have the cores to itself.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    computes = {path: any(map(_has_engine, own)) for path, own in files.items()}
+    places: dict[Path, float] = {}
+    for kind, end in ((True, 0.8), (False, 1.0)):
+        paths = [path for path in files if computes[path] is kind]
+        places |= {path: end * i / len(paths) for i, path in enumerate(paths)}
+    items.sort(key=lambda item: places[item.path])
+
+
+def _has_engine(item: pytest.Item) -> bool:
+    return item.get_closest_marker("vllm") is not None
 
 
 @pytest.fixture(autouse=True, scope="session")

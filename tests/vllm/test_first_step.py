@@ -35,12 +35,12 @@ def run(folder: Path) -> None:
     )
     connector: Any = get_kv_transfer_group()
     half = connector._copies.half
-    begun = [half._has_begun]
+    begun = [half.has_begun]
     llm.collective_rpc("execute_dummy_batch")
-    begun.append(half._has_begun)
+    begun.append(half.has_begun)
     sampling = SamplingParams(max_tokens=2, detokenize=False)
     llm.generate([{"prompt_token_ids": list(range(40))}], sampling, use_tqdm=False)
-    begun.append(half._has_begun)
+    begun.append(half.has_begun)
     sys.stdout.write(json.dumps({"begun": begun}) + "\n")
 
 

@@ -1,18 +1,17 @@
 """Models with several KV cache groups, on vLLM's own schedulers."""
 
-import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.vllm.any_traffic import serve_any_traffic
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
 from tests.vllm.driven import Engine
-from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
+from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS
 from tests.vllm.plans import chunked, copiers, full, group, model_folder, sliding
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-from vllm.v1.request import RequestStatus
 
 WINDOW = 11  # tokens; a block of ours and a little more
 CHUNK = 24
@@ -177,27 +176,7 @@ def test_any_traffic_gives_right_tokens_from_right_pages(
     """Preemption, aborts and resets of the device cache among requests that share beginnings."""
     rng = random.Random(seed)
     engine = bench.engine(asynchronous=asynchronous, drafts=drafts, num_blocks=100, **KINDS[kind])
-    for i in range(24):
-        length = rng.randrange(1, 150)
-        own = prompt(1000 + i, rng.randrange(1, 40))
-        tokens = [*prompt(rng.randrange(3), length), *own]
-        engine.add(f"r{i}", tokens, rng.randrange(1, 30))
-        for _ in range(rng.randrange(6)):
-            engine.step()
-        if rng.random() < 0.2:
-            engine.scheduler.finish_requests([f"r{i}"], RequestStatus.FINISHED_ABORTED)
-        if rng.random() < 0.3:
-            engine.scheduler.reset_prefix_cache()
-        if rng.random() < 0.1 and not asynchronous:
-            with contextlib.suppress(RuntimeError):  # blocks are held: requests are preempted only
-                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.run()
-    for request in engine.requests.values():
-        if request.status is not RequestStatus.FINISHED_ABORTED:
-            made = list(request.output_token_ids)
-            assert made == continuation(list(request.prompt_token_ids or ()), len(made))
-    assert bench.check_saved_bytes(engine) > 20
-    assert bench.counters()["kvstrata_loaded_blocks_total"] > 0
+    serve_any_traffic(bench, engine, rng, asynchronous=asynchronous)
 
 
 @ANY_KIND

@@ -1,19 +1,18 @@
 """Models with recurrent state, on vLLM's own schedulers: every state that a step goes on from is checked."""
 
-import contextlib
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.caches import eventually
+from tests.vllm.any_traffic import serve_any_traffic
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS, continuation
 from tests.vllm.plans import copiers, full, group, plan, recurrent, tensors, vllm_config
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-from vllm.v1.request import RequestStatus
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm import recurrent as subject
@@ -267,28 +266,8 @@ def test_any_traffic_goes_on_from_right_states(
         hash_tokens=hash_tokens,
         num_blocks=70,
     )
-    for i in range(24):
-        length = rng.randrange(1, 150)
-        own = prompt(1000 + i, rng.randrange(1, 40))
-        tokens = [*prompt(rng.randrange(3), length), *own]
-        engine.add(f"r{i}", tokens, rng.randrange(1, 30))
-        for _ in range(rng.randrange(6)):
-            engine.step()
-        if rng.random() < 0.2:
-            engine.scheduler.finish_requests([f"r{i}"], RequestStatus.FINISHED_ABORTED)
-        if rng.random() < 0.3:
-            engine.scheduler.reset_prefix_cache()
-        if rng.random() < 0.1 and not asynchronous:
-            with contextlib.suppress(RuntimeError):  # blocks are held: requests are preempted only
-                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.run()
-    for request in engine.requests.values():
-        if request.status is not RequestStatus.FINISHED_ABORTED:
-            made = list(request.output_token_ids)
-            assert made == continuation(list(request.prompt_token_ids or ()), len(made))
-    assert bench.check_saved_bytes(engine) > 20
+    serve_any_traffic(bench, engine, rng, asynchronous=asynchronous)
     assert len(bench.check_saved_states(engine)) > 5
-    assert bench.counters()["kvstrata_loaded_blocks_total"] > 0
 
 
 # -- what is refused -----------------------------------------------------------------------------
