@@ -341,7 +341,7 @@ def test_operator_pins_the_prompt_of_a_request(place: Path) -> None:
     )
 
 
-def test_pin_of_one_server_does_not_fail_for_another(place: Path) -> None:
+def test_pin_and_clear_of_one_server_do_not_fail_for_another(place: Path) -> None:
     folder = place / f"kvstrata-{os.getuid()}"
     folder.mkdir(mode=0o700)
     log = place / "empty.log"
@@ -352,9 +352,13 @@ def test_pin_of_one_server_does_not_fail_for_another(place: Path) -> None:
         save_some(client, 3, "cmpl-7")
         shown = printed("pin", "--request", "cmpl-7")
         unknown = kvstrata("pin", "--request", "cmpl-8")
+        cleared = printed("clear", "--all")
+        (row,) = json.loads(printed("clear", "--all", "--json"))["servers"]
     assert shown == f"pin 1 at {folder}/b.sock: 3 blocks for 3600 seconds\n"
     assert unknown.returncode == 1
     assert "no server knows this request" in unknown.stderr
+    assert (f"{folder}/a.sock" in cleared, f"{folder}/b.sock" in cleared) == (False, True)
+    assert row["socket"] == f"{folder}/b.sock"
 
 
 def test_socket_may_come_from_the_environment(place: Path) -> None:
@@ -423,7 +427,7 @@ def test_pin_that_names_no_block_is_refused(arguments: list[str], complaint: str
 def test_pin_without_tiers_is_refused(place: Path) -> None:
     with serving(place, "--host-size", "4MiB") as path:
         result = kvstrata("pin", "00" * 32, "--namespace", NAMESPACE.hex(), "--socket", str(path))
-    assert (result.returncode, result.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (1, "")
     assert "this server has no tiers yet" in result.stderr
 
 

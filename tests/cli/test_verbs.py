@@ -81,6 +81,29 @@ def test_drain_says_when_it_is_safe_and_can_be_undone(tmp_path: Path) -> None:
     assert "not safe to stop: 0 blocks wait, 1 saves run" in late.stdout
 
 
+def test_a_server_that_no_engine_has_joined_can_be_stopped_and_all_else_fails(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path:
+        at = ("--socket", str(path))
+        drained = kvstrata("drain", *at)
+        plain = kvstrata("drain", "--json", *at)
+        undone = kvstrata("drain", "--undo", *at)
+        others = [
+            kvstrata(*words, *at)
+            for words in (
+                ("clear", "--all"),
+                ("warm", "--request", "cmpl-1"),
+                ("pin", "--request", "cmpl-1"),
+            )
+        ]
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert "safe to stop: no engine has joined" in drained.stdout
+    assert json.loads(plain.stdout)["drain"] == "no tiers"
+    assert (undone.returncode, undone.stdout) == (0, f"{path}: saves are taken\n")
+    assert [(each.returncode, each.stdout) for each in others] == [(1, "")] * len(others)
+
+
 def test_warm_brings_a_prompt_up_from_disk_by_request_or_keys(tmp_path: Path) -> None:
     with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path) as client:
         save(client, prompt("a", 8), request="cmpl-1")

@@ -18,7 +18,7 @@ from tests.caches import (
 )
 from tests.server.harness import RawClient, engine, serving, worker
 
-from kvstrata.core.errors import ConfigError
+from kvstrata.core.errors import ConfigError, NoTiers
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 from kvstrata.server.client import observe
@@ -104,7 +104,7 @@ def test_a_server_without_tiers_says_so(path: Path) -> None:
             lambda: operator.prefetch(ALICE, PROMPT),
             lambda: operator.locate(ALICE, PROMPT),
         ):
-            with pytest.raises(ConfigError, match="no tiers yet"):
+            with pytest.raises(NoTiers, match="no tiers yet"):
                 ask()
 
 

@@ -8,7 +8,7 @@ import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, plain_console, plain_table, reported
 from kvstrata.cli.servers import SocketOption, ask, bytes_as_given
-from kvstrata.core.errors import ConfigError
+from kvstrata.core.errors import ConfigError, NoTiers
 from kvstrata.core.types import NAMESPACE_ID_BYTES
 from kvstrata.core.units import human_bytes
 
@@ -58,11 +58,14 @@ def clear(
             )
         where = bytes_as_given(namespace, NAMESPACE_ID_BYTES, "a namespace") if namespace else None
 
-        def one(client: "ManagerClient") -> tuple["ClearReport", "CacheReport | None"]:
+        def one(client: "ManagerClient") -> "_Answer | NoTiers":
             stats = client.stats()  # of before: what it clears it forgets
-            return client.clear(where, tier, dry_run=dry_run), stats
+            try:
+                return client.clear(where, tier, dry_run=dry_run), stats
+            except NoTiers as e:
+                return e
 
-        answers = ask(socket, one, answer_seconds=_CLEAR_SECONDS)
+        answers = _cleared(ask(socket, one, answer_seconds=_CLEAR_SECONDS))
         if where is not None and not any(_may_have(where, *answer) for _, answer in answers):
             hint = "kvstrata inspect shows those that there are"
             typer.echo(f"error: no server knows a namespace {namespace}\n  hint: {hint}", err=True)
@@ -83,7 +86,17 @@ def _may_have(where: "NamespaceId", report: "ClearReport", stats: "CacheReport |
     return is_named or any(report.blocks.values()) or "remote" in report.blocks
 
 
-_Answers = list[tuple[Path, tuple["ClearReport", "CacheReport | None"]]]
+def _cleared(answers: "list[tuple[Path, _Answer | NoTiers]]") -> "_Answers":
+    """Those of servers with tiers, and of none that has none, unless all are so: raises that."""
+    cleared = [(path, answer) for path, answer in answers if not isinstance(answer, NoTiers)]
+    for _, answer in answers:
+        if isinstance(answer, NoTiers) and not cleared:
+            raise answer
+    return cleared
+
+
+_Answer = tuple["ClearReport", "CacheReport | None"]
+_Answers = list[tuple[Path, _Answer]]
 
 
 def _print(answers: _Answers, *, dry_run: bool) -> None:

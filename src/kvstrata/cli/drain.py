@@ -2,13 +2,14 @@
 
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, reported
 from kvstrata.cli.servers import SocketOption, ask, only_server
-from kvstrata.core.errors import ConfigError
+from kvstrata.core.errors import NoTiers
 
 if TYPE_CHECKING:
     from kvstrata.manager.report import CacheReport
@@ -31,14 +32,20 @@ def drain(
 
     Engines go on, and blocks are loaded as before. Says when the server can be stopped and nothing
     is lost that a disk or a remote tier can keep. Without such a tier that is at once, and what is in
-    host memory ends with the server. kvstrata drain --undo has it take saves again.
+    host memory ends with the server. A server that no engine has joined holds nothing: it can be
+    stopped, and takes the saves of an engine that joins it meanwhile. kvstrata drain --undo has it
+    take saves again.
 
     Exits with 1 if not all is written in time, or no server answers. With several servers give the
     socket.
     """
     with reported():
         path = only_server(socket)
-        ask(path, lambda client: client.drain(not undo), answer_seconds=_LONG_SECONDS)
+        try:
+            ask(path, lambda client: client.drain(not undo), answer_seconds=_LONG_SECONDS)
+        except NoTiers:
+            _print_without_tiers(path, undo=undo, as_json=as_json)
+            return
         report = _report(path)
         deadline = time.monotonic() + timeout
         while not undo and report.drain != "drained" and time.monotonic() < deadline:
@@ -54,14 +61,22 @@ def drain(
             raise typer.Exit(FAILED)
 
 
+_NOT_JOINED: Final = "safe to stop: no engine has joined, so there is nothing to write"
 _LONG_SECONDS: Final = 60.0  # until a large index has been looked through
 
 
 def _report(path: SocketOption) -> "CacheReport":
     ((_, report),) = ask(path, lambda client: client.stats())
-    if report is None:
-        raise ConfigError("this server has no tiers yet", hint="start an engine with it")
+    assert report is not None  # it has drained
     return report
+
+
+def _print_without_tiers(path: Path, *, undo: bool, as_json: bool) -> None:
+    if as_json:
+        shown = {"socket": str(path), "drain": "no tiers", "waiting_blocks": {}, "running_saves": 0}
+        typer.echo(json.dumps(shown, indent=2))
+    else:
+        typer.echo(f"{path}: {'saves are taken' if undo else _NOT_JOINED}")
 
 
 def _said(report: "CacheReport") -> str:

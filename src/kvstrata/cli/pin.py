@@ -10,7 +10,7 @@ import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, reported
 from kvstrata.cli.servers import KNOWN_REQUESTS, SocketOption, ask, bytes_as_given
-from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded
+from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded, NoTiers
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _pin(
     def attempt(client: "ManagerClient") -> _Answer:
         try:
             return pinner(client)
-        except (ConfigError, LimitExceeded) as e:
+        except (NoTiers, LimitExceeded) as e:
             return _Answer(refused=e)
 
     answers = ask(socket, attempt)

@@ -59,6 +59,12 @@ class ServerUnavailable(KVStrataError, ConnectionError):
     code = "server_unavailable"
 
 
+class NoTiers(KVStrataError):
+    """No engine has told the server the size of a block yet: it holds nothing, and can act on nothing."""
+
+    code = "no_tiers"
+
+
 class LimitExceeded(KVStrataError):
     """One client asks for more than its share: a lookup is a miss, a save is not made."""
 

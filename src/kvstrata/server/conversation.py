@@ -5,7 +5,13 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from kvstrata.core.config import Config
-from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded, ProtocolError
+from kvstrata.core.errors import (
+    ConfigError,
+    KVStrataError,
+    LimitExceeded,
+    NoTiers,
+    ProtocolError,
+)
 from kvstrata.core.types import BlockFormat
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.states import MOST_ENDS
@@ -320,7 +326,7 @@ class Conversation:
     def tiers(self) -> KVManager:
         """The manager, for those who are no engine."""
         if self.host.manager is None:
-            raise ConfigError(
+            raise NoTiers(
                 "this server has no tiers yet",
                 hint="start an engine with it, or give --block-bytes",
             )

@@ -39,7 +39,7 @@ class Asker(Protocol):
     def send(self, reply: p.Reply) -> None: ...
 
     def tiers(self) -> KVManager:
-        """Raises ``ConfigError`` if there are none yet."""
+        """Raises ``NoTiers`` if there are none yet."""
         ...
 
     def later(self, request: p.Request, work: Callable[[], T], answer: Callable[[T], None]) -> None:
