@@ -76,7 +76,23 @@ def test_prompt_that_is_cached_to_its_last_token_is_answered(bench: Bench) -> No
     engine = bench.engine()
     engine.serve("a", prompt(1, 64), 9)
     engine.forget_device()
-    engine.serve("b", prompt(1, 64), 9)
+    assert engine.serve("b", prompt(1, 64), 9) == 64
+
+
+@pytest.mark.parametrize("taken", [8, 40, 52])
+def test_of_a_match_no_more_is_loaded_than_vllm_takes(bench: Bench, taken: int) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    match = engine.connector.get_num_new_matched_tokens
+
+    def match_less(request: Request, computed: int) -> tuple[int | None, bool]:
+        found, is_asynchronous = match(request, computed)
+        return found and min(found, taken), is_asynchronous
+
+    engine.connector.get_num_new_matched_tokens = match_less
+    assert engine.serve("b", prompt(1, 60), 2) == taken
+    eventually(lambda: engine.holds_nothing(bench.manager), "a lease is kept")
 
 
 def test_hooks_called_again_and_again_change_nothing(bench: Bench) -> None:
