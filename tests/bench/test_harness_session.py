@@ -93,6 +93,14 @@ class Silent:
         """Nobody looks."""
 
 
+class Heard(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, doing: str) -> None:
+        self.said.append(doing)
+
+
 def three(rounds: int) -> Options:
     return Options("quick", ("chat",), ("none", "kvstrata", "lmcache"), rounds=rounds)
 
@@ -107,6 +115,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     folder = RunFolder(tmp_path / "run", options)
     Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, Silent()).go()
     return folder
+
+
+def test_no_more_is_said_to_be_done_than_some_engine_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "Member", Fake)
+    monkeypatch.setattr(session, "measure_rates", lambda *_: {})
+    options = Options("quick", ("single",), ("none", "kvstrata"), rounds=1)
+    folder, heard = RunFolder(tmp_path / "run", options), Heard()
+    Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, heard).go()
+    steps = {each.removeprefix("single, round 1: ").partition(" hit")[0] for each in heard.said}
+    assert {"host", "device"} < steps
+    assert steps.isdisjoint({"disk", "remote"})
+    assert heard.said[-1] == "single, round 1"
 
 
 def test_how_long_a_cold_prompt_takes_is_asked_of_an_engine_that_is_warm(

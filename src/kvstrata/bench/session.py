@@ -162,8 +162,9 @@ class Session:
         self.folder.append(Rates(name, number, measure_rates(self.scratch, port)))
         dice = random.Random(f"{_ROUND_SEED} {name} {number}")
         for place, step in enumerate(workload.steps(dice, scale)):
-            self.progress.say(f"{name}, round {number + 1}: {step.name}")
             able = [member for member in fleet if _can_take(member, step)]
+            if able:
+                self.progress.say(f"{name}, round {number + 1}: {step.name}")
             # Nobody always behind the same one, whose bytes are in the caches of the processor.
             random.Random(f"order {name} {number} {place}").shuffle(able)
             for member in able:
@@ -171,6 +172,7 @@ class Session:
                 if step.measured:
                     self.folder.append(measured.of(name, number, place))
         self.folder.end_round(name, number)
+        self.progress.say(f"{name}, round {number + 1}")
         self.progress.advance()
 
 
