@@ -77,12 +77,12 @@ CONTENDERS: Final = {
         "disk",
         remark="reads past the page cache, too, where the file system can, and checks nothing",
     ),
-    # It stores no more than the first step computes (max_num_batched_tokens), and the engine dies
-    # of the load.
+    # It stores no more than the first step computes (max_num_batched_tokens, 2048 on a CPU), and the
+    # engine dies of the load.
     "example": Contender(
         "ExampleConnector",
         "disk",
-        longest_hit_tokens=4096,
+        longest_hit_tokens=2050,
         remark="files in the page cache, loaded in the step and not checked",
     ),
     "lmcache": Contender("LMCache", "host", "lmcache"),
