@@ -47,12 +47,7 @@ def compare(pairs: Sequence[Pair]) -> Iterator[Row]:
     blended = sum(pair.cached_tokens > SHARE * pair.tokens / 2 for pair in pairs)
     yield Row(f"{name}: share of the prompts", blended / len(pairs), 1.0)
     ratio = statistics.median(pair.blend_seconds / pair.full_seconds for pair in pairs)
-    own, whole = (
-        1e3 * statistics.median(seconds)
-        for seconds in (
-            [pair.blend_seconds for pair in pairs],
-            [pair.full_seconds for pair in pairs],
-        )
-    )
+    own = 1e3 * statistics.median(pair.blend_seconds for pair in pairs)
+    whole = 1e3 * statistics.median(pair.full_seconds for pair in pairs)
     text = f"{name}: time to the first token, over that of a whole prefill"
     yield Row(text, ratio, None, is_most=True, note=f"{own:.1f} over {whole:.1f} ms")

@@ -1,5 +1,7 @@
 """What a run keeps, and how it goes on."""
 
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.bench import engine
 from kvstrata.bench.engine import _Talk
 from kvstrata.bench.processes import cpu_seconds_of, usage_of
 from kvstrata.bench.record import (
@@ -242,3 +245,15 @@ def test_usage_of_this_process() -> None:
     assert usage["server"].memory_bytes == 0
     assert cpu_seconds_of([os.getpid()]) >= usage["client"].cpu_seconds
     assert usage_of(os.getpid(), [os.getpid()])["server"].memory_bytes > 1 << 20
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_on_an_accelerator_starts_alone(tmp_path: Path, fails: bool) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    with contextlib.suppress(RuntimeError), engine._alone(tmp_path):
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fails:
+            raise RuntimeError("it has died")
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)

@@ -31,18 +31,18 @@ def test_it_is_the_highest_probability_over_probes_and_heads(
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize("products", [1, 1 << 14, 1 << 25])
+@pytest.mark.parametrize("at_once", [1, 7, 64])
 def test_all_heads_together_as_on_a_gpu_find_what_one_after_another_do(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, window: int | None, products: int
+    heads: int, kv_heads: int, window: int | None, at_once: int
 ) -> None:
-    monkeypatch.setattr(attention, "_PRODUCTS_AT_ONCE", products)
     drawn = torch.Generator().manual_seed(heads)
     probes = torch.randperm(500, generator=drawn)[:150]
-    queries = torch.randn(heads, len(probes), SIZE, generator=drawn)
+    queries = torch.randn(kv_heads, heads // kv_heads, len(probes), SIZE, generator=drawn)
     keys = torch.randn(500, kv_heads, SIZE, generator=drawn)
     expected, found = torch.zeros(500), torch.zeros(500)
-    attention._look_by_head(expected, queries, keys, probes, window)
-    attention._look_in_all_heads(found, queries, keys, probes, window)
+    attention._look_by_head(expected, queries, keys, attention._parts(probes, 64, keys, window))
+    parts = attention._parts(probes, at_once, keys, window)
+    attention._look_in_all_heads(found, queries, keys, parts)
     torch.testing.assert_close(found, expected)
 
 

@@ -271,8 +271,8 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # of processes that were forked meanwhile, too
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # of processes that were forked meanwhile, too
         os.close(descriptor)
 
 

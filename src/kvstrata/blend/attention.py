@@ -10,6 +10,8 @@ __all__ = ["attend_by_position", "most_attention"]
 _PROBES_AT_ONCE: Final = 64
 _PRODUCTS_AT_ONCE: Final = 1 << 25  # on a GPU: 128 MiB
 
+_Parts = list[tuple[slice, torch.Tensor]]  # which tokens some probes reach, and their mask
+
 
 def attend_by_position(
     queries: torch.Tensor,
@@ -60,50 +62,49 @@ def most_attention(
         scale: What the products are multiplied with.
         window: How many tokens a probe attends to, itself included; None for all before it.
     """
-    most = torch.zeros(len(keys), device=keys.device)
-    look = _look_by_head if keys.device.type == "cpu" else _look_in_all_heads
-    look(most, queries.float().mul(scale).transpose(0, 1), keys.float(), probes, window)
+    tokens, kv_heads, _ = keys.shape
+    most = torch.zeros(tokens, device=keys.device)
+    by_group = queries.float().mul(scale).transpose(0, 1).unflatten(0, (kv_heads, -1))
+    if keys.device.type == "cpu":
+        look, at_once = _look_by_head, _PROBES_AT_ONCE
+    else:
+        fitting = max(1, _PRODUCTS_AT_ONCE // (queries.shape[1] * tokens))
+        look, at_once = _look_in_all_heads, min(_PROBES_AT_ONCE, fitting)
+    look(most, by_group, keys.float(), _parts(probes, at_once, keys, window))
     return most
 
 
 def _look_by_head(
-    most: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    probes: torch.Tensor,
-    window: int | None,
+    most: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, parts: _Parts
 ) -> None:
-    """Raise *most* to what is paid in one head after another: what it takes stays in a cache."""
-    parts = _parts(probes, _PROBES_AT_ONCE, keys, window)
-    for group, key in zip(queries.chunk(keys.shape[1]), keys.unbind(1), strict=True):
+    """Raise *most* to what is paid in one head after another: what it takes stays in a cache.
+
+    *queries*: (KV heads, heads of each, probes, head size).
+    """
+    for group, key in zip(queries, keys.unbind(1), strict=True):
         for head in group:
-            for some, (reach, mask) in zip(head.split(_PROBES_AT_ONCE), parts, strict=True):
+            for some, (reach, mask) in zip(_split(head, parts), parts, strict=True):
                 paid = torch.addmm(mask, some, key[reach].T).softmax(-1).amax(0)
                 torch.maximum(most[reach], paid, out=most[reach])
 
 
 def _look_in_all_heads(
-    most: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    probes: torch.Tensor,
-    window: int | None,
+    most: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, parts: _Parts
 ) -> None:
-    """Raise *most* to what is paid in any head: a GPU takes longer to begin than to do what one is."""
-    (tokens, kv_heads, size), heads = keys.shape, len(queries)
-    at_once = min(_PROBES_AT_ONCE, max(1, _PRODUCTS_AT_ONCE // (heads * tokens)))
-    parts = _parts(probes, at_once, keys, window)
-    by_group = queries.unflatten(0, (kv_heads, -1))
-    for some, (reach, mask) in zip(by_group.split(at_once, 2), parts, strict=True):
-        rows = some.reshape(kv_heads, -1, size)
-        masks = mask.repeat(heads // kv_heads, 1)
-        paid = torch.baddbmm(masks, rows, keys[reach].permute(1, 2, 0)).softmax(-1).amax((0, 1))
-        torch.maximum(most[reach], paid, out=most[reach])
+    """As ``_look_by_head``, together: a GPU takes longer to begin than to do what one head is."""
+    for some, (reach, mask) in zip(_split(queries, parts), parts, strict=True):
+        masks = mask.repeat(queries.shape[1], 1)
+        products = torch.baddbmm(masks, some.flatten(1, 2), keys[reach].permute(1, 2, 0))
+        torch.maximum(most[reach], products.softmax(-1).amax((0, 1)), out=most[reach])
 
 
-def _parts(
-    probes: torch.Tensor, at_once: int, keys: torch.Tensor, window: int | None
-) -> list[tuple[slice, torch.Tensor]]:
+def _split(queries: torch.Tensor, parts: _Parts) -> tuple[torch.Tensor, ...]:
+    """Those of the probes of each part, (..., probes, head size)."""
+    found: tuple[torch.Tensor, ...] = queries.split([len(mask) for _, mask in parts], -2)
+    return found
+
+
+def _parts(probes: torch.Tensor, at_once: int, keys: torch.Tensor, window: int | None) -> _Parts:
     """Of some *probes* at a time, which tokens any reaches, and what is added to the products with these."""
     tokens, found = len(keys), []
     for some in probes.split(at_once):
