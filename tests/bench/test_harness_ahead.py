@@ -28,7 +28,7 @@ def row(
     answers = [
         Answer(i, 0, 1000, 500, first, [gap, gap], 3, failure) for i, first in enumerate(firsts)
     ]
-    used = {role: Usage(0.1, memory) for role in ("client", "engine", "server")}
+    used = {role: Usage(0.1, memory) for role in ("client", "engine", "worker", "server")}
     return Measured("chat", number, 0, "chat", contender, 10.0, answers, used, {})  # type: ignore[arg-type]
 
 
@@ -100,14 +100,14 @@ def test_all_other_figures_are_compared_and_the_best_peer_comes_first() -> None:
         "next token 20.0 ms (LMCache 5.0 ms, vLLM tiering 10.0 ms)",
         "tokens/s 201 (vLLM tiering 301)",
         "in time/s 0.20 (vLLM tiering 0.30)",
-        "CPU a request 150.0 ms (vLLM tiering 100.0 ms)",
-        "memory 6.00 GiB (vLLM tiering 3.00 GiB, LMCache 3.00 GiB)",
+        "CPU a request 200.0 ms (vLLM tiering 133.3 ms)",
+        "memory 8.00 GiB (vLLM tiering 4.00 GiB, LMCache 4.00 GiB)",
     ]
 
 
 def test_memory_that_differs_by_a_twentieth_does_not_look_alike() -> None:
     rows = [
-        row("kvstrata", 0, [0.2], memory=int(1.54 * 2**30 / 3)),
-        row("native", 0, [0.2], memory=int(1.46 * 2**30 / 3)),
+        row("kvstrata", 0, [0.2], memory=int(1.54 * 2**30 / 4)),
+        row("native", 0, [0.2], memory=int(1.46 * 2**30 / 4)),
     ]
     assert told(*rows) == {"kvstrata": ["memory 1.54 GiB (vLLM tiering 1.46 GiB)"]}

@@ -27,6 +27,7 @@ def row(
     used: dict[Role, Usage] = {
         "client": Usage(0.1),
         "engine": Usage(1.0, 100, 10, 20),
+        "worker": Usage(0.5),
         "server": Usage(),
     }
     return Measured(
@@ -162,7 +163,7 @@ def test_what_a_killed_server_or_a_dead_engine_has_used_is_not_shown_as_nothing(
     del killed.used["server"]
     dead.used.clear()
     kvstrata, lmcache = Results([killed, dead], [], 1.0).figures("chat", "chat")
-    assert kvstrata.cpu_seconds == {"client": 0.1, "engine": 1.0}
+    assert kvstrata.cpu_seconds == {"client": 0.1, "engine": 1.0, "worker": 0.5}
     assert lmcache.cpu_seconds == {}
     assert (kvstrata.memory_bytes, lmcache.memory_bytes) == (None, None)
 

@@ -45,7 +45,7 @@ class Fake:
     settle = reset = hang_up = close = restart = kill_server = wait_ready
 
     def usage(self) -> dict[Role, Usage]:
-        return {"client": Usage(), "engine": Usage(1.0), "server": Usage(2.0)}
+        return {"client": Usage(), "engine": Usage(1.0), "worker": Usage(), "server": Usage(2.0)}
 
     def counters(self) -> Counters:
         return Counters()
@@ -170,8 +170,8 @@ def test_an_engine_that_died_is_started_again_for_the_next_round(run: RunFolder)
 
 def test_what_a_server_that_was_replaced_has_used_is_not_known(run: RunFolder) -> None:
     none, kvstrata, _ = results_of(run).figures("chat", "chat")
-    assert none.cpu_seconds.keys() == {"client", "engine", "server"}
-    assert kvstrata.cpu_seconds.keys() == {"client", "engine"}
+    assert none.cpu_seconds.keys() == {"client", "engine", "worker", "server"}
+    assert kvstrata.cpu_seconds.keys() == {"client", "engine", "worker"}
 
 
 def test_a_round_that_is_cut_off_is_measured_again_when_the_run_goes_on(

@@ -170,11 +170,11 @@ def test_a_run_of_another_machine_is_shown_and_not_gone_on_with(tmp_path: Path) 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.alone
-def test_hits_of_a_real_engine(tmp_path: Path) -> None:
-    """One engine through the steps of single prompts; then nothing is left to do."""
+def test_hits_of_real_engines(tmp_path: Path) -> None:
+    """Ours and a peer through the steps of single prompts; then nothing is left to do."""
     arguments = [
         *("bench", "--output", str(tmp_path / "run"), "--rounds", "1", "--json"),
-        *("--workload", "single", "--contender", "kvstrata"),
+        *("--workload", "single", "--contender", "kvstrata", "--contender", "example"),
     ]
     first = kvstrata(*arguments, timeout_seconds=280)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -183,16 +183,20 @@ def test_hits_of_a_real_engine(tmp_path: Path) -> None:
         f"{hit}, {count} tokens"
         for count in (1026, 2050)
         for hit in ("miss", "device hit", "host hit")
-    ]
-    for name, (figures,) in steps.items():
+    ] + [f"disk hit, {count} tokens" for count in (1026, 2050)]
+    for name, measured in steps.items():
         whole = 0.0 if name.startswith("miss") else 1.0
-        assert figures["reused_share"] == pytest.approx(whole, abs=0.01)
-        assert figures["cpu_seconds"]["engine"] > 0
-        assert figures["memory_bytes"] > 1 << 28
+        for figures in measured:
+            assert figures["reused_share"] == pytest.approx(whole, abs=0.01)
+            assert figures["cpu_seconds"]["worker"] > figures["cpu_seconds"]["engine"]
+            assert figures["memory_bytes"] > 1 << 28
     (host,) = steps["host hit, 2050 tokens"]
     assert host["moved_bytes"]["host read"] == 2048 * 6144
-    (miss,) = steps["miss, 2050 tokens"]
+    miss, written = steps["miss, 2050 tokens"]
     assert miss["moved_bytes"]["host write"] == 2048 * 6144
+    assert written["moved_bytes"]["disk write"] == pytest.approx(2048 * 6144, rel=0.01)
+    (disk,) = steps["disk hit, 2050 tokens"]
+    assert disk["moved_bytes"] == {"disk read": written["moved_bytes"]["disk write"]}
     kept = (tmp_path / "run" / "measured.jsonl").read_bytes()
     again = kvstrata(*arguments)
     assert again.returncode == 0, again.stderr

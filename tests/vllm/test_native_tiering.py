@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
-from kvstrata.bench.engine import _native_moved
+from kvstrata.bench.counts import Counts, read_counts
 from kvstrata.bench.native_tiering import CpuPagesWorker
 
 
@@ -17,14 +17,13 @@ def test_bytes_that_are_loaded_and_stored_are_counted_where_the_bench_reads_them
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "moved"
-    assert _native_moved(path) == {}
-    counts = np.memmap(path, np.int64, "w+", shape=2)
+    assert read_counts(path) is None
     device = [np.full((4, 10), 7, np.uint8), np.full((4, 6), 8, np.uint8)]
     host = [np.zeros((4, 16), np.uint8), np.zeros((4, 16), np.uint8)]
-    worker = CpuPagesWorker(device, host, counts)
+    worker = CpuPagesWorker(device, host, Counts(path))
     assert worker.submit_store(1, blocks(0, 1, 2), blocks(3, 1, 0))
     assert worker.submit_load(2, blocks(3), blocks(2))
-    assert _native_moved(path) == {"host read": 16, "host write": 48}
+    assert read_counts(path) == (16, 48)
     assert [(each.job_id, each.transfer_size) for each in worker.get_finished()] == [
         (1, 48),
         (2, 16),

@@ -12,7 +12,7 @@ __all__ = [
     "Contender",
     "Deployment",
     "Service",
-    "native_counts",
+    "counts_path",
     "transfer_config",
 ]
 
@@ -37,6 +37,7 @@ class Deployment(msgspec.Struct, frozen=True):
     max_model_tokens: int
     device_share: float  # of the memory of an accelerator
     port: int = 0  # of its service
+    token_bytes: int = 0  # of KV
     dtype: str = "auto"
 
 
@@ -110,15 +111,22 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
             d, device, d.small_host_bytes, [{"type": "fs", "root_dir": disk}]
         ),
         "example": lambda: {
-            "kv_connector": "ExampleConnector",
-            "kv_connector_extra_config": {"shared_storage_path": disk},
+            "kv_connector": "CountedExampleConnector",
+            "kv_connector_module_path": "kvstrata.bench.counted_example",
+            "kv_connector_extra_config": {
+                "shared_storage_path": disk,
+                "counts_path": str(counts_path(d)),
+            },
         },
         "lmcache": lambda: {
-            "kv_connector": "LMCacheMPConnector",
+            "kv_connector": "CountedLMCacheConnector",
+            "kv_connector_module_path": "kvstrata.bench.counted_lmcache",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": str(d.port),
+                "token_bytes": d.token_bytes,
+                "counts_path": str(counts_path(d)),
             },
         },
     }
@@ -127,8 +135,8 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
     return makers[d.contender]() | {"engine_id": d.engine_id, "kv_role": "kv_both"}
 
 
-def native_counts(deployment: Deployment) -> Path:
-    """Where the worker that the bench gives to vLLM's tiering counts the bytes that it moves."""
+def counts_path(deployment: Deployment) -> Path:
+    """Where the worker of a peer counts the bytes that it moves."""
     return Path(deployment.folder, "moved")
 
 
@@ -147,7 +155,7 @@ def _native(
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
     if device == "cpu":  # vLLM's own worker copies with CUDA only
         extra |= {"spec_name": "CpuPagesSpec", "spec_module_path": "kvstrata.bench.native_tiering"}
-        extra["counts_path"] = str(native_counts(deployment))
+        extra["counts_path"] = str(counts_path(deployment))
     elif secondary:
         extra |= {"spec_name": "TieringOffloadingSpec"}
     if device == "cpu" or secondary:

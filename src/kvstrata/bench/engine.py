@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import msgspec
-import numpy as np
 
-from kvstrata.bench.contenders import Deployment, native_counts, transfer_config
+from kvstrata.bench.contenders import Deployment, counts_path, transfer_config
+from kvstrata.bench.counts import read_counts
 from kvstrata.bench.traffic import (
     Answer,
     Ask,
@@ -145,9 +145,9 @@ class Engine:
         return WasReset(bool(await self._engine.reset_prefix_cache()))
 
     def counters(self) -> Counted:
-        """Of KVStrata's server, if it answers, or of the worker of vLLM's tiering."""
+        """Of KVStrata's server, if it answers, or of the worker of a peer."""
         if not self._deployment.contender.startswith("kvstrata"):
-            return Counted(Counters(_native_moved(native_counts(self._deployment))))
+            return Counted(Counters(_moved_by_peer(self._deployment)))
         servers = self._server_pids()
         try:
             self._server = self._server or observe(self._socket())
@@ -222,12 +222,12 @@ class _Talk:
         return [Answer(self.number, turn, 0, 0, 0.0, [], 0, why) for turn in unasked]
 
 
-def _native_moved(counts: Path) -> dict[str, int]:
-    """Of the file that ``native_tiering`` counts in; nothing where there is none."""
-    if not counts.exists():
+def _moved_by_peer(deployment: Deployment) -> dict[str, int]:
+    counts = read_counts(counts_path(deployment))
+    if counts is None:
         return {}
-    read, written = np.fromfile(counts, np.int64)
-    return {"host read": int(read), "host write": int(written)}
+    tier = "disk" if deployment.contender == "example" else "host"
+    return dict(zip((f"{tier} read", f"{tier} write"), counts, strict=True))
 
 
 def _start(deployment: Deployment) -> Any:

@@ -5,12 +5,11 @@ copies with CUDA and refuses to be made on a CPU. Pages are copied as numpy byte
 call, the fastest way that was found here, so that the comparison flatters it.
 
 Used with ``OffloadingConnector`` and ``{"spec_name": "CpuPagesSpec", "spec_module_path":
-"kvstrata.bench.native_tiering", "cpu_bytes_to_use": ..., "counts_path": ...}``. The file
-*counts_path* has the bytes loaded and stored so far, as two int64.
+"kvstrata.bench.native_tiering", "cpu_bytes_to_use": ..., "counts_path": ...}`` (``counts.Counts``).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +22,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvstrata.bench.counts import Counts
+
 Pages = npt.NDArray[np.uint8]  # (blocks, page_bytes)
-_LOADED, _STORED = 0, 1  # places of the counts
 
 
 class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types are Any
     """Copies pages within the call; every job has ended when it has been submitted."""
 
-    def __init__(
-        self, device: Sequence[Pages], host: Sequence[Pages], counts: npt.NDArray[np.int64]
-    ) -> None:
-        """*counts*: bytes loaded, bytes stored."""
+    def __init__(self, device: Sequence[Pages], host: Sequence[Pages], counts: Counts) -> None:
         self._pairs = list(zip(device, host, strict=True))
         self._counts = counts
         self._ended: list[TransferResult] = []
@@ -45,7 +42,7 @@ class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types ar
         for device, host in self._pairs:
             for source, target in zip(src_spec.block_ids, dst_spec.block_ids, strict=True):
                 host[target, : device.shape[1]] = device[source]
-        return self._end(job_id, started, len(src_spec.block_ids), _STORED)
+        return self._end(job_id, started, len(src_spec.block_ids), self._counts.stored)
 
     def submit_load(
         self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
@@ -54,7 +51,7 @@ class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types ar
         for device, host in self._pairs:
             for source, target in zip(src_spec.block_ids, dst_spec.block_ids, strict=True):
                 device[target] = host[source, : device.shape[1]]
-        return self._end(job_id, started, len(src_spec.block_ids), _LOADED)
+        return self._end(job_id, started, len(src_spec.block_ids), self._counts.loaded)
 
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
@@ -63,10 +60,10 @@ class CpuPagesWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM's types ar
     def wait(self, job_ids: set[int]) -> None:
         """Nothing is ever running."""
 
-    def _end(self, job_id: int, started: float, blocks: int, counted: int) -> bool:
+    def _end(self, job_id: int, started: float, blocks: int, count: Callable[[int], None]) -> bool:
         moved_bytes = blocks * sum(device.shape[1] for device, _ in self._pairs)
         took_seconds = max(time.perf_counter() - started, 1e-9)
-        self._counts[counted] += moved_bytes
+        count(moved_bytes)
         self._ended.append(TransferResult(job_id, True, moved_bytes, took_seconds))
         return True
 
@@ -93,6 +90,6 @@ class CpuPagesSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM's types
             self._worker = CpuPagesWorker(
                 [t.tensor.numpy().view(np.uint8) for t in kv_caches.tensors],
                 [view.numpy().view(np.uint8) for view in host],
-                np.memmap(self.extra_config["counts_path"], np.int64, "w+", shape=2),
+                Counts(self.extra_config["counts_path"]),
             )
         return self._worker

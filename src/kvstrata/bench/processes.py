@@ -7,8 +7,9 @@ from typing import Final, Literal
 
 __all__ = ["ROLES", "Role", "Usage", "cpu_seconds_of", "usage_of"]
 
-Role = Literal["client", "engine", "server"]
-ROLES: Final[tuple[Role, ...]] = ("client", "engine", "server")
+Role = Literal["client", "engine", "worker", "server"]
+ROLES: Final[tuple[Role, ...]] = ("client", "engine", "worker", "server")
+_WORKER_NAME: Final = "VLLM::Worker"  # vllm.v1.executor.multiproc_executor
 _TICKS: Final = 100  # USER_HZ: of /proc, the same on every Linux; man 5 proc
 _KIB: Final = 1024
 
@@ -32,17 +33,21 @@ class Usage:
 
 
 def usage_of(client_pid: int, server_pids: Iterable[int]) -> dict[Role, Usage]:
-    """Of the process that asks (*client*), its descendants (*engine*: core and workers), and servers.
+    """Of the process that asks (*client*), of vLLM's workers and all else that descends from it
+    (*engine*: the core, and its worker where that has no process), and of servers.
 
     Servers and what descends from them count as servers wherever they were started.
     """
     servers = {pid for server in server_pids for pid in _family(server)}
-    engine = [pid for pid in _family(client_pid) if pid not in servers and pid != client_pid]
-    return {
-        "client": _usage(client_pid),
-        "engine": sum(map(_usage, engine), Usage()),
-        "server": sum(map(_usage, servers), Usage()),
+    others = [pid for pid in _family(client_pid) if pid not in servers and pid != client_pid]
+    workers = {pid for pid in others if _name(pid).startswith(_WORKER_NAME)}
+    members: dict[Role, Iterable[int]] = {
+        "client": [client_pid],
+        "engine": [pid for pid in others if pid not in workers],
+        "worker": workers,
+        "server": servers,
     }
+    return {role: sum(map(_usage, pids), Usage()) for role, pids in members.items()}
 
 
 def cpu_seconds_of(pids: Iterable[int]) -> float:
@@ -62,6 +67,13 @@ def _family(pid: int) -> list[int]:
     except OSError:  # it has ended
         return []
     return [pid, *(member for child in children for member in _family(child))]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:  # it has ended
+        return ""
 
 
 def _usage(pid: int) -> Usage:

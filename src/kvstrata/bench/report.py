@@ -64,7 +64,7 @@ _TIME_TITLES = (
 )
 _COST_TITLES = (
     *("next token: median ms", "p99", "tokens/s", "in time/s", "reused"),
-    *("CPU ms a request: engine", "client", "server"),
+    *("CPU ms a request: engine", "worker", "client", "server"),
     *("moved a request", "files a request", "memory"),
 )
 
@@ -120,7 +120,7 @@ def _costs(f: Figures) -> list[str]:
     files = human_bytes(int(f.disk_bytes)) if f.disk_bytes else ""
     return [
         *(_ms(f.gap_median), _ms(f.gap_p99), rate, goodput, reused),
-        *(_ms(f.cpu_seconds.get(role)) for role in ("engine", "client", "server")),
+        *(_ms(f.cpu_seconds.get(role)) for role in ("engine", "worker", "client", "server")),
         *(moved, files, "" if f.memory_bytes is None else human_bytes(f.memory_bytes)),
     ]
 

@@ -69,6 +69,7 @@ def deployment(
         max_model_tokens=model.most_tokens,
         device_share=0.9 / engines,
         port=free_port(),
+        token_bytes=model.token_bytes,
     )
 
 
@@ -250,8 +251,8 @@ def _take_alive(member: Member, step: Step, scale: Scale) -> _Taken:
     servers, before = member.server_pids, member.usage()
     ran = _asked(member, step)
     member.settle()
-    counted = member.counters()
     used = {role: _since(before[role], now) for role, now in member.usage().items()}
+    counted = member.counters()
     moved = {
         what: count - counted_before.moved_bytes.get(what, 0)
         for what, count in counted.moved_bytes.items()

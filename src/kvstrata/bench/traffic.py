@@ -58,7 +58,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """What KVStrata's server, or the worker of vLLM's tiering, has counted so far; empty for others."""
+    """What a contender has counted so far; empty where nothing counts."""
 
     moved_bytes: dict[str, int] = {}  # "host read", "disk write", ...
     promoted_blocks: dict[str, int] = {}  # by the tier that they came from
