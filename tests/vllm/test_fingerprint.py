@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.vllm.plans import full, group, model_folder, plan, vllm_config
 from vllm.config import LoadConfig, VllmConfig
+from vllm.config.multimodal import MultiModalConfig
 
 from kvstrata.integration.vllm.fingerprint import NamespaceFingerprint, namespace_id
 from kvstrata.integration.vllm.geometry import geometry_from_config
@@ -268,3 +269,49 @@ def test_request_length_counts_where_it_chooses_the_rope(folder: Path) -> None:
     model_folder(folder, rope_parameters=rope)
     one, two = vllm_config(folder), vllm_config(folder, max_model_len=256)
     assert fingerprint(one).id != fingerprint(two).id
+
+
+def prepared(folder: Path, **settings: Any) -> NamespaceFingerprint:
+    """Of an engine whose model takes images."""
+    config = vllm_config(folder)
+    config.model_config.multimodal_config = MultiModalConfig(**settings)
+    return fingerprint(config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mm_processor_kwargs": {"do_normalize": False}},
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"video_pruning_rate": 0.5},
+    ],
+)
+def test_how_an_engine_prepares_images_is_another_namespace(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    """vLLM's hash of an image has the ``mm_processor_kwargs`` of the request alone."""
+    before, after = prepared(folder), prepared(folder, **settings)
+    assert {k for k in after.parts if after.parts[k] != before.parts[k]} == {"multimodal"}
+    assert after.id != before.id
+
+
+def test_how_much_is_kept_of_prepared_images_does_not_count(folder: Path) -> None:
+    assert prepared(folder, mm_processor_cache_gb=1.0) == prepared(folder)
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_files_by_which_images_are_prepared_count(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    before, text = prepared(folder), fingerprint(vllm_config(folder))
+    (folder / name).write_text('{"image_mean": [0.4, 0.5, 0.5]}')
+    assert prepared(folder).id != before.id
+    assert fingerprint(vllm_config(folder)) == text
+
+
+def test_scales_of_an_encoder_count(folder: Path, tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    settings = {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales)}
+    scales.write_text('{"a": 1}')
+    before = prepared(folder, **settings)
+    scales.write_text('{"a": 2}')
+    assert prepared(folder, **settings).id != before.id

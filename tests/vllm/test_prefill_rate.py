@@ -1,10 +1,13 @@
 """What a scheduler's steps say about how fast the engine computes prompts."""
 
 import time
+from typing import Any
 
 import pytest
+from tests.vllm.bench import Bench, prompt
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvstrata.integration.vllm import prefill_rate
 from kvstrata.integration.vllm.prefill_rate import PrefillRate
 
 
@@ -29,7 +32,7 @@ def steps(rate: PrefillRate, now: list[float], seconds: float, *outputs: Schedul
 
 
 def test_step_takes_until_the_next_of_the_same_requests(now: list[float]) -> None:
-    rate = PrefillRate()
+    rate = PrefillRate(ahead=0)
     steps(rate, now, 0.5, step(a=1000), step(a=1, b=500))
     assert rate.tokens_per_second == 2000
     steps(rate, now, 0.5, step(b=1))
@@ -37,20 +40,41 @@ def test_step_takes_until_the_next_of_the_same_requests(now: list[float]) -> Non
 
 
 def test_time_between_requests_is_not_computing(now: list[float]) -> None:
-    rate = PrefillRate()
+    rate = PrefillRate(ahead=0)
     steps(rate, now, 60.0, step(a=1000), step(b=1000), step(), step(c=1000))
     assert rate.tokens_per_second is None
 
 
+def test_of_steps_ahead_the_oldest_ends_when_the_next_is_scheduled(now: list[float]) -> None:
+    """Asynchronous scheduling: the second step is scheduled at once, each one after that at an end."""
+    rate = PrefillRate(ahead=1)
+    steps(rate, now, 0.001, step(a=1000))
+    steps(rate, now, 0.5, step(a=1))
+    assert rate.tokens_per_second is None
+    steps(rate, now, 0.01, step(a=1))
+    assert rate.tokens_per_second == 2000
+    steps(rate, now, 0.01, step(a=1), step(a=1))
+    assert rate.tokens_per_second == 2000
+
+
+def test_time_between_requests_is_not_computing_with_steps_ahead_either(now: list[float]) -> None:
+    rate = PrefillRate(ahead=1)
+    steps(rate, now, 0.001, step(a=1000))
+    steps(rate, now, 60.0, step(a=1))  # it ends, and so does the request
+    steps(rate, now, 0.001, step(b=1000))
+    steps(rate, now, 0.5, step(b=1), step(b=1))
+    assert rate.tokens_per_second == 2000
+
+
 def test_decoding_says_nothing(now: list[float]) -> None:
-    rate = PrefillRate()
+    rate = PrefillRate(ahead=0)
     many = {f"r{i}": 1 for i in range(300)}
     steps(rate, now, 0.1, step(**many), step(**many), step(a=200), step(a=1))
     assert rate.tokens_per_second is None
 
 
 def test_only_news_are_told_and_not_too_often(now: list[float]) -> None:
-    rate = PrefillRate()
+    rate = PrefillRate(ahead=0)
     assert rate.news() is None
     steps(rate, now, 1.0, step(a=1000), step(a=1000))
     assert rate.news() == 1000
@@ -66,9 +90,33 @@ def test_only_news_are_told_and_not_too_often(now: list[float]) -> None:
 
 
 def test_new_server_is_told(now: list[float]) -> None:
-    rate = PrefillRate()
+    rate = PrefillRate(ahead=0)
     steps(rate, now, 1.0, step(a=1000), step(a=1000))
     assert rate.news() == 1000
     now[0] += 5.0
     rate.tell_again()
     assert rate.news() == 1000
+
+
+@pytest.mark.parametrize("prompt_steps", [1, 3])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_step_counts_as_sooner_done_than_it_was(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, prompt_steps: int
+) -> None:
+    """The step behind is scheduled while this one computes: that is no end of it."""
+    step_tokens, step_seconds = 32, 0.05
+    monkeypatch.setattr(prefill_rate, "_LEAST_TOKENS", 16)
+    engine = bench.engine(asynchronous=asynchronous)
+    execute = engine.runner.execute
+
+    def slow(output: Any) -> Any:
+        if output.total_num_scheduled_tokens >= 16:
+            time.sleep(step_seconds)
+        return execute(output)
+
+    monkeypatch.setattr(engine.runner, "execute", slow)
+    for number in range(3):
+        engine.serve(f"r{number}", prompt(number, prompt_steps * step_tokens), 4)
+    rate = engine.half._rate.tokens_per_second
+    assert rate is not None
+    assert rate <= step_tokens / step_seconds

@@ -104,7 +104,7 @@ SURFACE: Final[Surface] = {
     "vllm.config.model": {
         "ModelConfig": (
             "dtype get_total_num_hidden_layers hf_config is_encoder_decoder max_model_len model "
-            "model_weights quantization quantization_config revision seed"
+            "model_weights multimodal_config quantization quantization_config revision seed"
         ),
     },
     "vllm.config.parallel": {

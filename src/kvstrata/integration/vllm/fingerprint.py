@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstrata.core.types import NAMESPACE_ID_BYTES, NamespaceId
 from kvstrata.integration.vllm.geometry import DeviceGeometry
+from kvstrata.integration.vllm.multimodal import multimodal_settings
 from kvstrata.integration.vllm.ranks import slot_regions
 from kvstrata.integration.vllm.recurrent import is_recurrent
 from kvstrata.integration.vllm.weights import model_name, weights_fingerprint
@@ -131,6 +132,8 @@ def _computation(vllm_config: VllmConfig) -> dict[str, str]:
     }
     if "longrope" in hf_json:  # vLLM chooses the factors by it (Phi3LongRoPE...)
         parts["max_model_len"] = str(model.max_model_len)
+    if prepared := multimodal_settings(model, vllm_config.load_config):
+        parts["multimodal"] = _digest(_canonical(prepared))
     draft = vllm_config.speculative_config
     if draft is not None and draft.draft_model_config is not None:
         parts["draft_model"] = f"{draft.method} {model_name(draft.draft_model_config)}"

@@ -1,7 +1,9 @@
 """How fast the engine computes prompts, seen from its scheduler's steps."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Final
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -13,34 +15,43 @@ _NEWS: Final = 0.1  # a change by this share is worth telling
 _PAUSE_SECONDS: Final = 1.0  # between two tellings
 
 
+_Step = tuple[int, Mapping[str, int], float]  # tokens, by request, and when it was scheduled
+
+
 class PrefillRate:
     """Tokens a second of steps that mostly prefill; a running mean.
 
-    A step has taken until the next one begins, if a request goes on from one to the other: then
+    The engine schedules *ahead* steps while another runs, the last of these when that begins, and
+    one more when it has ended. That holds if a request goes on from each of them to the next: then
     the engine has not waited in between.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int) -> None:
         self.tokens_per_second: float | None = None
         self._told: float | None = None
         self._told_at = 0.0
-        self._began = 0.0
-        self._tokens = 0
-        self._requests: Mapping[str, int] = {}
+        self._reach = ahead + 2
+        self._steps = deque[_Step](maxlen=self._reach)  # the last ones
 
     def step(self, output: SchedulerOutput, *, is_pure: bool = True) -> None:
-        """The step of *output* begins; it computes and does nothing else if *is_pure*."""
-        now = time.monotonic()
-        requests = output.num_scheduled_tokens
-        counts = self._tokens >= max(_LEAST_TOKENS, _LEAST_TOKENS_A_REQUEST * len(self._requests))
-        if counts and now > self._began and not requests.keys().isdisjoint(self._requests):
-            measured = self._tokens / (now - self._began)
-            known = self.tokens_per_second
+        """The step of *output* is scheduled; it computes and does nothing else if *is_pure*."""
+        tokens = output.total_num_scheduled_tokens if is_pure else 0
+        self._steps.append((tokens, output.num_scheduled_tokens, time.monotonic()))
+        ended, requests, _ = self._steps[0]
+        if ended >= _LEAST_TOKENS and len(self._steps) == self._reach:
+            self._measure(ended, requests)
+
+    def _measure(self, tokens: int, requests: Mapping[str, int]) -> None:
+        """The first of the steps had *tokens* of *requests*."""
+        goes_on = all(
+            not one.keys().isdisjoint(other) for (_, one, _), (_, other, _) in pairwise(self._steps)
+        )
+        seconds = self._steps[-1][2] - self._steps[-2][2]
+        if goes_on and seconds > 0 and tokens >= _LEAST_TOKENS_A_REQUEST * len(requests):
+            measured, known = tokens / seconds, self.tokens_per_second
             self.tokens_per_second = (
                 measured if known is None else known + _WEIGHT * (measured - known)
             )
-        self._began, self._requests = now, requests
-        self._tokens = output.total_num_scheduled_tokens if is_pure else 0
 
     def news(self) -> float | None:
         """The rate, if it has changed so that the server should know."""

@@ -100,7 +100,7 @@ class SchedulerHalf:
         self._is_ahead = ahead > 0
         self._in_steps = deque[Sequence[Admitted]](maxlen=1 + ahead)  # to those steps
         self._parked: set[str] = set()  # requests that wait for a load, of whatever connector
-        self._rate = PrefillRate()
+        self._rate = PrefillRate(ahead)
         self._rate_told_to = 0  # the connection
         self._spans = spans_of(config)
         self._link = _line_to_server(config, identity, persistent=fingerprint.persistent_ok)

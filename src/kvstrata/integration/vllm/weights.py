@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from vllm.config import LoadConfig, ModelConfig
 
-__all__ = ["model_name", "weights_fingerprint"]
+__all__ = ["model_folder", "model_name", "weights_fingerprint"]
 
 _SAFETENSORS: Final = ".safetensors"
 _WEIGHT_SUFFIXES: Final = frozenset({_SAFETENSORS, ".bin", ".pt", ".pth", ".gguf"})
@@ -64,6 +64,12 @@ def weights_fingerprint(model: ModelConfig, load: LoadConfig) -> str | None:
         for piece in _samples(file):
             digest.update(piece)
     return f"files:{len(files)}:{digest.hexdigest()[:32]}"
+
+
+def model_folder(model: ModelConfig, load: LoadConfig) -> Path | None:
+    """Where its configuration lies, or None if that cannot be found without the network."""
+    folder = Path(model.model)
+    return folder if folder.is_dir() else _cached_snapshot(model, load)
 
 
 def model_name(model: ModelConfig) -> str:
