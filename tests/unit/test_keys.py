@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstrata.core.keys import BlockHasher, as_index, as_key_array
+from kvstrata.core.keys import BlockHasher, StoreKeys, as_index, as_key_array
 
 SPACE, OTHER = b"s" * 16, b"o" * 16
 
@@ -22,6 +22,14 @@ def test_rows_that_do_not_lie_side_by_side_are_copied() -> None:
     keys = as_key_array(wide[:, 16:])
     assert keys.flags.c_contiguous
     assert keys.tolist() == wide[:, 16:].tolist()
+
+
+def test_store_keys_are_those_of_the_blocks_of_a_namespace() -> None:
+    keys = [bytes([n] * 32) for n in range(4)]
+    stored = StoreKeys(SPACE, as_key_array(keys))
+    assert list(stored) == [SPACE + key for key in keys]
+    assert (len(stored), stored[-1]) == (4, SPACE + keys[3])
+    assert list(stored[1:3]) == [SPACE + key for key in keys[1:3]]
 
 
 def test_what_is_not_a_list_of_keys() -> None:

@@ -288,6 +288,30 @@ def test_namespaces_without_end_are_not_all_remembered() -> None:
     manager.close()
 
 
+def test_resets_of_a_neighbour_do_not_lift_a_quota() -> None:
+    """Each reset registers a new namespace, and an engine registers its own once."""
+    manager = KVManager(config(100, quotas={"m": 0.5}), block_bytes=BLOCK_BYTES)
+    manager.register_namespace(ALICE, {"model": "m"})
+    save(manager, ALICE, keys(1))
+    for number in range(300):
+        old = number.to_bytes(16, "big")
+        manager.register_namespace(old, {"model": "other"})
+        manager.reset(old)
+    parts = {each.namespace: each.parts for each in manager.stats().namespaces}
+    assert parts[ALICE.hex()] == {"model": "m"}
+    assert len(manager.put_match(ALICE, keys(*range(60))).slots) <= 50
+    manager.close()
+
+
+def test_reset_by_one_of_two_engines_does_not_lift_the_quota_of_the_other() -> None:
+    """The one that was reset goes on in another namespace, the other one in this."""
+    manager = KVManager(config(100, quotas={"m": 0.5}), block_bytes=BLOCK_BYTES)
+    manager.register_namespace(ALICE, {"model": "m"})
+    manager.reset(ALICE)
+    assert len(manager.put_match(ALICE, keys(*range(60))).slots) == 50
+    manager.close()
+
+
 def test_quota_counts_what_is_still_being_saved() -> None:
     manager = KVManager(config(100, quotas={"m": 0.5}), block_bytes=BLOCK_BYTES)
     manager.register_namespace(ALICE, {"model": "m"})

@@ -2,9 +2,11 @@
 
 import itertools
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.caches import (
     ALICE,
@@ -148,6 +150,20 @@ def test_a_prefetch_that_is_cancelled_late_is_no_unanswered_lookup(store: GatedS
     eventually(lambda: count(manager, "unanswered_lookups_total") > 0, "the search has no end")
     manager.close()
     assert count(manager, "unanswered_lookups_total") == 1
+
+
+def test_a_lookup_makes_no_key_for_each_block_that_is_not_known(store: GatedStore) -> None:
+    """A search asks for some of them, behind the answer to the engine."""
+    manager = KVManager(config(8), block_bytes=BLOCK_BYTES, remote=store)
+    unknown = np.random.default_rng(1).integers(0, 256, (100_000, 32), np.uint8)
+    manager.cancel([manager.get_match(ALICE, unknown[:10]).task_id])
+    tracemalloc.start()
+    task = manager.get_match(ALICE, unknown)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 50 * len(unknown)  # a key is an object of 81 bytes, and a place in a list
+    manager.cancel([task.task_id])
+    manager.close()
 
 
 def test_what_is_known_is_there_at_once_and_the_rest_comes_later(

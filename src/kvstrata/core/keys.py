@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import ArrayLike, NDArray
 
-from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId
+from kvstrata.core.types import BLOCK_KEY_BYTES, BlockKey, NamespaceId, StoreKey
 
 KeyArray = NDArray[np.uint8]
 """Block keys, one a row: shape ``(n, BLOCK_KEY_BYTES)``, C-contiguous."""
@@ -66,6 +66,29 @@ def state_keys(keys: KeyArray, group: int) -> KeyArray:
 @cache
 def _state_mask(group: int) -> NDArray[np.uint8]:
     return np.frombuffer(blake3(b"kvstrata state of group %d" % group).digest(), np.uint8)
+
+
+class StoreKeys(Sequence[StoreKey]):
+    """The store keys of blocks of a namespace, each made when it is asked for."""
+
+    def __init__(self, namespace: NamespaceId, keys: KeyArray) -> None:
+        self._namespace = namespace
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, place: int) -> StoreKey: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "StoreKeys": ...
+
+    def __getitem__(self, place: int | slice) -> "StoreKey | StoreKeys":
+        if isinstance(place, slice):
+            return StoreKeys(self._namespace, self._keys[place])
+        key: StoreKey = self._namespace + self._keys[place].tobytes()
+        return key
 
 
 class BlockHasher:

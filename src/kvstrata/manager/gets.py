@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstrata.core.keys import ABSENT, BlockIds, as_index
+from kvstrata.core.keys import ABSENT, BlockIds, StoreKeys, as_index
 from kvstrata.core.types import NamespaceId, Read
 from kvstrata.index.places import ARRIVING, DISK, HOST, WRITING
 from kvstrata.manager.aims import Aims
@@ -131,7 +131,7 @@ class Gets:
             if task.aim is not None:
                 self._search_ends(task, task.aim, searched, lookup, search)
             else:
-                keys = [lookup.namespace + key.tobytes() for key in lookup.keys[found:]]
+                keys = StoreKeys(lookup.namespace, lookup.keys[found:])
                 searched.find(keys, partial(self._found, task, lookup, search))
 
         return self.status(task), begin
@@ -402,7 +402,7 @@ class Gets:
     ) -> None:
         """Look for ends behind the one that *task* has: first for blocks, then for states."""
         aim.lookup = lookup
-        keys = [lookup.namespace + key.tobytes() for key in lookup.keys[search.known_blocks :]]
+        keys = StoreKeys(lookup.namespace, lookup.keys[search.known_blocks :])
         ask = partial(self._ask_for_states, task, aim, searched, search)
         if keys:
             searched.find(keys, ask)

@@ -127,7 +127,7 @@ class KVManager:
         )
         gains = Gains(self.counters, self._namespaces, block_bytes=block_bytes)
         self._moves = Moves(self._cache, self._gets, self._puts, self._sessions, self._pins, gains)
-        self.operator = Operator(self._cache, self._lower, self._desk, self._puts, self._forget_all)
+        self.operator = Operator(self._cache, self._lower, self._desk, self._puts, self.reset)
         if config.prefault:
             threading.Thread(
                 target=self._prefault, args=[on_prefault], name="kvstrata-prefault", daemon=True
@@ -187,7 +187,7 @@ class KVManager:
     def register_namespace(self, namespace: NamespaceId, parts: Mapping[str, str]) -> None:
         """Remember what *namespace* stands for, for ``inspect``, and which quota it has.
 
-        Of the last 256 that were registered.
+        Of the last 256 that were registered; those that have blocks stay longest.
         """
         with self._lock:
             self._namespaces.pop(namespace, None)
@@ -195,7 +195,9 @@ class KVManager:
             self.feed.named(namespace, parts.get("model", ""))
             self._limit(namespace)
             if len(self._namespaces) > _KEPT_NAMESPACES:
-                oldest = next(iter(self._namespaces))
+                oldest = next(
+                    filter(self._is_empty, self._namespaces), next(iter(self._namespaces))
+                )
                 del self._namespaces[oldest]
                 self._cache.unlimit(oldest)
 
@@ -291,6 +293,9 @@ class KVManager:
             if self.operator.is_draining or not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             self._moves.expire()
+            self._limit(
+                namespace
+            )  # a reset has lifted the quota, and not every engine goes elsewhere
             offer = Offer(namespace, asked, parent, request, prompt_blocks)
             status = self._puts.match(offer, owner)
             self._recorder.put(namespace, asked, parent)
@@ -494,15 +499,12 @@ class KVManager:
         self._recorder.close(self._drain_timeout_seconds)
         self._storage.close()
 
-    def _forget_all(self, namespace: NamespaceId) -> int:
-        """``reset`` of a namespace that goes on being used: it keeps its quota."""
-        try:
-            return self.reset(namespace)
-        finally:
-            with self._lock:
-                self._limit(namespace)
+    def _is_empty(self, namespace: NamespaceId) -> bool:
+        return not self._cache.index.counts(namespace).blocks
 
     def _limit(self, namespace: NamespaceId) -> None:
+        if not self._quotas or self._cache.is_limited(namespace):
+            return
         share = self._quotas.get(self._namespaces.get(namespace, {}).get("model", ""))
         if share is not None:
             self._cache.limit(namespace, share)

@@ -154,6 +154,9 @@ class Residency:
         self._host.limit(namespace, max(1, int(share * self._slots.capacity)))
         self._disk.limit(namespace, max(1, int(share * self._disk_capacity)))
 
+    def is_limited(self, namespace: NamespaceId) -> bool:
+        return self._host.quota(namespace) is not None
+
     def unlimit(self, namespace: NamespaceId) -> None:
         """*namespace* has no quota any more."""
         self._host.unlimit(namespace)
