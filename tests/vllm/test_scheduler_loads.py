@@ -27,6 +27,25 @@ def test_loaded_pages_are_what_the_forward_had_written(
     assert bench.counters()["kvstrata_loaded_blocks_total"] == 10
 
 
+def test_plan_has_one_load_for_each_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.serve("b", prompt(2, 40), 2)
+    engine.forget_device()
+    build, plans = engine.connector.build_connector_meta, list[Any]()
+
+    def noted(output: Any) -> Any:
+        plans.append(build(output))
+        return plans[-1]
+
+    monkeypatch.setattr(engine.connector, "build_connector_meta", noted)
+    engine.add("c", prompt(1, 60), 2)
+    engine.add("d", prompt(2, 40), 2)
+    engine.run()
+    loads = [load for plan in plans for load in plan.loads]
+    assert sorted((load.request_id, len(load.slots)) for load in loads) == [("c", 7), ("d", 5)]
+
+
 def test_another_engine_loads_what_the_first_has_saved(bench: Bench) -> None:
     first, second = bench.engine(), bench.engine(asynchronous=True)
     first.serve("a", prompt(1, 60), 30)
