@@ -384,9 +384,22 @@ def test_prompt_that_was_written_when_it_left_loses_its_end_first() -> None:
 def test_host_memory_turns_over_while_a_tier_that_is_written_late_is_away() -> None:
     bench = Bench(slots=1, disk_blocks=4, rule=WriteRule("evicted"))
     bench.put(1)
-    bench.cache.writes.stop("disk", True)
+    bench.cache.writes.stopped_if("disk", lambda: True)
     assert bench.slot(bench.put(2)) == 0
     assert bench.count("lost_blocks_total") == 1
+    bench.memory.close()
+
+
+def test_block_that_a_tier_has_refused_leaves_and_is_offered_anew_when_it_comes_again() -> None:
+    bench = Bench(slots=1, disk_blocks=4, rule=WriteRule("evicted"))
+    bench.put(1)
+    for lost in (1, 2):
+        assert len(bench.cache.take_slots(ALICE, 1)) == 0
+        bench.cascade(stored=False)
+        bench.put(2 * lost)
+        assert bench.count("lost_blocks_total") == lost
+        bench.cascade()
+        bench.put(1)
     bench.memory.close()
 
 

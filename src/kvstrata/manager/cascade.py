@@ -122,6 +122,7 @@ class Cascade:
         self._taking = threading.Lock()  # held while a batch is taken and room is made for it
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: dict[NamespaceId, int] = {}  # with the resets since; guarded likewise
+        cache.writes.stopped_if(tier, self.is_stopped)
         self.meter = ReadMeter()
         self._presence = Presence(
             self._store.exists, missing_seconds=settings.search.missing_seconds
@@ -165,6 +166,10 @@ class Cascade:
         While a read still runs that it did not answer, not even a probe would be begun.
         """
         return self._store.refuses or (self._store.is_open and self._transfer.is_reading)
+
+    def is_stopped(self) -> bool:
+        """Whether nothing is written for now: the store is switched off, or owes a drop. Needs the lock."""
+        return bool(self._owed_drops) or self._store.is_open
 
     def relieve(self) -> None:
         """If the store is switched off, what waits for it ends, and holds no slots any more."""
@@ -303,7 +308,6 @@ class Cascade:
         """
         with self._taking:
             with self._lock:
-                self._cache.writes.stop(self._tier, self._store.is_open)
                 waiting = self._cache.writes.waiting(self._tier)
                 count = min(self._batch_blocks, waiting, self._room_blocks())
                 if count < (self._batch_blocks if self._under_way else 1) or self._owed_drops:

@@ -260,6 +260,7 @@ class Residency:
         """The write of blocks of ``next_unwritten`` has ended. Forgotten ones do not count."""
         kept = ids[stored & ~self.index.is_retired(ids)]
         self.index.set_where(kept, BIT[tier])
+        self.writes.refused(tier, ids[~stored])
         if tier == "disk":
             # What leaves host memory comes with the last of a prompt first.
             self._disk.admit(kept[::-1] if self.writes.is_last_moment(tier) else kept)

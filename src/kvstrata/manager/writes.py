@@ -21,13 +21,17 @@ BIT: Final[Mapping[LowerTier, int]] = {"disk": DISK, "remote": REMOTE}
 _MOST_REUSES: Final = np.uint8(0xFF)
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class _Writes:
     """To one tier."""
 
     rule: WriteRule
     queue: WriteQueue
-    stopped: bool = False
+    is_stopped: Callable[[], bool] = _never
 
 
 class Writes:
@@ -46,6 +50,7 @@ class Writes:
             tier: _Writes(rule, WriteQueue(index.capacity)) for tier, rule in rules.items()
         }
         self._reuses = np.zeros(index.capacity, np.uint8)  # since they came to host memory
+        self._refused = np.zeros(index.capacity, np.uint8)  # likewise, by tiers of these bits
         self.any_reused = any(rule.when == "reused" for rule in rules.values())
         self.any_evicted = any(rule.when == "evicted" for rule in rules.values())
 
@@ -56,9 +61,9 @@ class Writes:
     def waiting(self, tier: LowerTier) -> int:
         return len(self._tiers[tier].queue)
 
-    def stop(self, tier: LowerTier, stop: bool) -> None:
-        """Whether *tier* takes nothing for now: then blocks leave host memory unwritten."""
-        self._tiers[tier].stopped = stop
+    def stopped_if(self, tier: LowerTier, is_stopped: Callable[[], bool]) -> None:
+        """*is_stopped* says whether *tier* takes nothing for now: blocks then leave unwritten."""
+        self._tiers[tier].is_stopped = is_stopped
 
     def is_last_moment(self, tier: LowerTier) -> bool:
         """Whether *tier* gets blocks before they are evicted only."""
@@ -67,6 +72,7 @@ class Writes:
     def saved(self, ids: BlockIds) -> None:
         """*ids* have come to host memory."""
         self._reuses[ids] = 0
+        self._refused[ids] = 0
         self._queue(ids, "saved")
 
     def found(self, ids: BlockIds) -> None:
@@ -82,12 +88,20 @@ class Writes:
         """*ids* are about to leave host memory."""
         self._queue(ids, "evicted")
 
+    def refused(self, tier: LowerTier, ids: BlockIds) -> None:
+        """*tier* was offered *ids* and did not keep them: they need not wait for it."""
+        self._refused[ids] |= np.uint8(BIT[tier])
+
     def have_to_be_written(self, ids: BlockIds) -> NDArray[np.bool_]:
-        """Which of *ids* may not leave host memory before a tier below has got them."""
+        """Which of *ids* may not leave host memory before a tier below has got them.
+
+        A tier that is stopped is not waited for, nor is one that has refused the block.
+        """
         lacking = np.zeros(len(ids), np.bool_)
+        done = self._index.where.take(ids) | self._refused.take(ids)
         for tier, writes in self._tiers.items():
-            if writes.rule.when == "evicted" and not writes.stopped:
-                lacking |= self._lack(tier, ids)
+            if writes.rule.when == "evicted" and not writes.is_stopped():
+                lacking |= (done & np.uint8(BIT[tier])) == 0
         return lacking
 
     def add(self, tier: LowerTier, ids: BlockIds) -> None:

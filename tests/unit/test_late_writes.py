@@ -1,0 +1,111 @@
+"""Host memory above a tier that gets blocks before they leave, and takes none of them."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.caches import (
+    ALICE,
+    BLOCK_BYTES,
+    BOB,
+    PATIENCE_SECONDS,
+    eventually,
+    host_slot,
+    keys,
+    save,
+)
+from tests.gated import GatedStore
+
+from kvstrata.core.config import Config
+from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.types import BlockKey, StoreKey, Write
+from kvstrata.manager import cascade, choices
+from kvstrata.manager.manager import KVManager
+from kvstrata.storage.disk import DiskStore
+from kvstrata.testing.memory import MemoryStore
+
+HOST_SLOTS = 8
+BATCH_BLOCKS = 2
+
+
+@contextlib.contextmanager
+def above(
+    tier: dict[str, object], store: MemoryStore | None = None, slots: int = HOST_SLOTS
+) -> Iterator[KVManager]:
+    host = {"kind": "host", "capacity": f"{slots * 4}KiB"}
+    tiers = [host, tier | {"write": "evicted"}]
+    changes = {"prefault": False, "drain_timeout_seconds": 0.05}
+    settings = Config.model_validate({"tiers": tiers} | changes)
+    manager = KVManager(settings, block_bytes=BLOCK_BYTES, remote=store)
+    with contextlib.closing(manager):
+        yield manager
+        manager.check()
+
+
+def shared(path: Path) -> dict[str, object]:
+    return {"kind": "shared", "path": str(path), "capacity": "1MiB"}
+
+
+def is_kept(manager: KVManager, asked: list[BlockKey]) -> bool:
+    save(manager, ALICE, asked)
+    return host_slot(manager, ALICE + asked[-1]) >= 0
+
+
+def turns_over(manager: KVManager) -> None:
+    for prompt in range(4 * HOST_SLOTS):
+        eventually(partial(is_kept, manager, keys(prompt)), "nothing can be saved any more")
+
+
+def lost(manager: KVManager) -> int:
+    return manager.counters.snapshot()["kvstrata_lost_blocks_total"]
+
+
+def test_tier_that_is_full(tmp_path: Path) -> None:
+    """What it has no room for is lost, and what it has is not."""
+    store = MemoryStore(block_bytes=BLOCK_BYTES, capacity_blocks=2)
+    with above(shared(tmp_path), store) as manager:
+        turns_over(manager)
+        assert len(store.values) == 2
+        assert lost(manager) == 3 * HOST_SLOTS - 2
+
+
+def test_tier_that_has_a_reset_to_make_and_is_away(tmp_path: Path) -> None:
+    store = GatedStore({})
+    with above(shared(tmp_path), store) as manager:
+        store.away = True
+        with pytest.raises(TierUnavailable):
+            manager.reset(BOB)
+        turns_over(manager)
+        store.away = False
+
+
+def test_tier_every_writer_of_which_is_in_a_call_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody comes back from the store to tell that it is switched off."""
+    go, hung, real = threading.Event(), list[int](), DiskStore.write
+
+    def hanging(
+        store: DiskStore,
+        keys: Sequence[StoreKey],
+        parents: Sequence[StoreKey | None],
+        buffers: Sequence[memoryview],
+    ) -> list[Write]:
+        hung.append(len(keys))
+        assert go.wait(PATIENCE_SECONDS)
+        return real(store, keys, parents, buffers)
+
+    monkeypatch.setattr(DiskStore, "write", hanging)
+    monkeypatch.setattr(choices, "_HUNG_SECONDS", 0.05)
+    monkeypatch.setattr(cascade, "WRITE_BATCH_BYTES", BATCH_BLOCKS * BLOCK_BYTES)
+    disk = {"kind": "disk", "paths": str(tmp_path), "capacity": "512KiB", "write_depth": 2}
+    with above(disk, slots=24) as manager:
+        for prompt in range(3):
+            save(manager, BOB, keys(prompt, *[0] * 7))
+        eventually(lambda: hung == [BATCH_BLOCKS] * 4, "not every writer hangs")
+        eventually(lambda: manager.stats().tiers[1].switched_off, "the disk is not switched off")
+        turns_over(manager)
+        go.set()
