@@ -221,13 +221,13 @@ def test_drops_owed_to_a_server_that_is_away_are_bounded_and_the_first_is_kept(
     with serving(config(4), path) as server:
         assert server.manager is not None
         dropped = list[bytes]()
-        reset = server.manager.reset
+        forget = server.manager.forget
 
         def noted(namespace: bytes) -> int:
             dropped.append(namespace)
-            return reset(namespace)
+            return forget(namespace)
 
-        server.manager.reset = noted  # type: ignore[method-assign]  # notes and does
+        server.manager.forget = noted  # type: ignore[method-assign]  # notes and does
 
         def paid() -> bool:
             link.tick()

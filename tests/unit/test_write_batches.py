@@ -1,5 +1,6 @@
 """Batches on their way to the disk: side by side, and still one cache."""
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -194,3 +195,37 @@ def test_reset_while_a_drop_is_made_owes_another(
     second.join(PATIENCE_SECONDS)
     assert disk.log == ["drop"] * 2
     assert not owed
+
+
+def test_writers_do_not_wait_for_a_drop_that_somebody_else_makes(
+    manager: KVManager,
+    disk: HeldDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nor tell of a write that does not end: there is none. And then they go on."""
+    monkeypatch.setattr(cascade, "_FORGET_SECONDS", 0.05)
+    entered, go, drop = threading.Event(), threading.Event(), DiskStore.drop_namespace
+
+    def held(store: DiskStore, namespace: bytes) -> int:
+        entered.set()
+        assert go.wait(PATIENCE_SECONDS)
+        return drop(store, namespace)
+
+    monkeypatch.setattr(DiskStore, "drop_namespace", held)
+
+    def reset() -> None:
+        with contextlib.suppress(TierUnavailable):  # a writer may have come first
+            manager.reset(ALICE)
+
+    resetting = threading.Thread(target=reset)
+    resetting.start()
+    assert entered.wait(PATIENCE_SECONDS)
+    for prompt in range(4):
+        save(manager, BOB, keys(prompt))
+        assert not go.wait(0.1)  # time to do wrong
+    go.set()
+    disk.go.set()
+    resetting.join(PATIENCE_SECONDS)
+    written(manager)
+    assert caplog.text == ""

@@ -250,7 +250,7 @@ def test_reset_that_the_server_did_not_carry_out_is_asked_of_the_next_connection
     """Else its blocks would be there again for the next life of the engine."""
     engine = bench.engine()
     engine.serve("a", prompt(1, 60), 2)
-    real, asked = KVManager.reset, list[bytes]()
+    real, asked = KVManager.forget, list[bytes]()
 
     def dying(manager: KVManager, namespace: bytes) -> int:
         asked.append(namespace)
@@ -261,7 +261,7 @@ def test_reset_that_the_server_did_not_carry_out_is_asked_of_the_next_connection
             raise OSError("the connection ends here")
         return real(manager, namespace)
 
-    monkeypatch.setattr(KVManager, "reset", dying)
+    monkeypatch.setattr(KVManager, "forget", dying)
     old = engine.half._namespace
     engine.connector.reset_cache()
 

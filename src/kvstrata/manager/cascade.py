@@ -118,6 +118,7 @@ class Cascade:
             slow_seconds=settings.hung_seconds,
         )
         self._batches = Gate()  # a batch is inside while it is on its way to the store
+        self._paying = threading.Lock()  # held by whoever makes owed drops
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
         self._taking = threading.Lock()  # held while a batch is taken and room is made for it
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
@@ -213,17 +214,11 @@ class Cascade:
 
         On ``TierUnavailable`` it is done later, before anything else is written.
         """
-        with self._batches.shut(_FORGET_SECONDS) as is_alone:
-            if not is_alone:
-                raise TierUnavailable(
-                    f"the {self._tier} tier does not end a write within {_FORGET_SECONDS} s"
-                )
-            while (owed := self._next_drop()) is not None:
-                namespace, resets = owed
-                self._inner.drop_namespace(namespace)
-                with self._lock:
-                    if self._owed_drops[namespace] == resets:
-                        del self._owed_drops[namespace]
+        if not self._pay_drops(_FORGET_SECONDS):
+            raise TierUnavailable(
+                f"another drop of the {self._tier} tier is not made within {_FORGET_SECONDS} s"
+            )
+        self._transfer.wake()  # writers that came meanwhile have not waited
 
     def remove_all(self, leave: Callable[[], list[StoreKey] | None]) -> None:
         """Remove from the store what *leave* gives up, called with the lock until it says None.
@@ -280,6 +275,29 @@ class Cascade:
         self._transfer.close(timeout_seconds)
         self._inner.close()
 
+    def _pay_drops(self, patience_seconds: float) -> bool:
+        """``pay_drops``; false if somebody else is at it, and still so after *patience_seconds*."""
+        if not self._paying.acquire(timeout=patience_seconds):
+            return False
+        try:
+            self._drop_owed()
+        finally:
+            self._paying.release()
+        return True
+
+    def _drop_owed(self) -> None:
+        with self._batches.shut(_FORGET_SECONDS) as is_alone:
+            if not is_alone:
+                raise TierUnavailable(
+                    f"the {self._tier} tier does not end a write within {_FORGET_SECONDS} s"
+                )
+            while (owed := self._next_drop()) is not None:
+                namespace, resets = owed
+                self._inner.drop_namespace(namespace)
+                with self._lock:
+                    if self._owed_drops[namespace] == resets:
+                        del self._owed_drops[namespace]
+
     def _next_drop(self) -> tuple[NamespaceId, int] | None:
         with self._lock:
             return next(iter(self._owed_drops.items()), None)
@@ -288,8 +306,8 @@ class Cascade:
         """Write a batch of blocks; its bytes, 0 without one. On a writer's thread."""
         self._keep_up()
         try:
-            if self._owed_drops:
-                self.pay_drops()
+            if self._owed_drops and not self._pay_drops(0.0):
+                return 0
             with self._batches.passing():
                 batch = self._take()
                 if batch is None:

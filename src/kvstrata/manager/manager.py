@@ -60,9 +60,9 @@ OnPrefault = Callable[[int, int], None]
 class KVManager:
     """Host memory and the tiers below it, behind get and put tasks.
 
-    Thread-safe; no method but ``wait``, ``reset`` and ``close`` waits for I/O. The bytes are
-    moved by others: a caller of ``put_match`` writes the reserved ``view``\\ s and completes the
-    task, a caller of ``get_match`` reads the leased ones and completes it.
+    Thread-safe; no method but ``wait``, ``reset``, ``drop_forgotten`` and ``close`` waits for I/O.
+    The bytes are moved by others: a caller of ``put_match`` writes the reserved ``view``\\ s and
+    completes the task, a caller of ``get_match`` reads the leased ones and completes it.
     """
 
     def __init__(
@@ -425,12 +425,28 @@ class KVManager:
         Its pins end. Blocks that are being saved at this moment will not become visible. On ``TierUnavailable``
         none is found either, but it could be after a restart; the drop is tried until it succeeds.
         """
+        dropped = self.forget(namespace)
+        self.drop_forgotten()
+        return dropped
+
+    def forget(self, namespace: NamespaceId) -> int:
+        """The part of ``reset`` that waits for nothing; ``drop_forgotten`` has to follow.
+
+        No block of *namespace* is found from now on, in no tier; how many were known.
+        """
         with self._gets.settling() as settling:
             self._pins.forget(namespace)
             settling.tasks.update(self._gets.forget(namespace))
             dropped = self._cache.forget(namespace)
             for lower in self._lower.values():
                 lower.owe_drop(namespace)
+        return dropped
+
+    def drop_forgotten(self) -> None:
+        """Free the slots of what ``forget`` was called for, and make tiers below forget it durably.
+
+        ``TierUnavailable`` as of ``reset``.
+        """
         in_vain = 0
         while in_vain < self._cache.reap_calls:
             with self._lock:
@@ -443,7 +459,6 @@ class KVManager:
                 refused = e
         if refused is not None:
             raise refused
-        return dropped
 
     # -- what it looks like ------------------------------------------------------------------
 

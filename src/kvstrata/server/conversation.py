@@ -66,7 +66,7 @@ class Conversation:
     ) -> None:
         """*send* takes frames, and descriptors that go with the first.
 
-        *resumed* is called when ``is_waiting`` has become false.
+        *resumed* is called when ``is_waiting`` or ``is_resetting`` has become false.
         """
         self.host = host
         self._send_frame = send
@@ -80,6 +80,7 @@ class Conversation:
         self._is_over = False
         self.is_broken = False  # by a bug: nobody can say what the client would make of an answer
         self.is_waiting = False  # for disks: the client's next request has to wait too
+        self.is_resetting = False  # below host memory: another reset has to wait, nothing else
         self._held = HeldTasks(host.limits, lambda ids: self.tiers().try_wait(ids))
 
     @property
@@ -262,14 +263,20 @@ class Conversation:
         self.send(p.Number(request.seq, task_id))
 
     def _on_reset(self, request: p.Reset) -> None:
-        namespace = p.checked_namespace(request.namespace)
-        self.later(
-            request,
-            partial(self._cache().reset, namespace),
-            partial(self._answer_reset, request),
-        )
+        namespace, cache = p.checked_namespace(request.namespace), self._cache()
+        answer = partial(self._answer_reset, request, cache.forget(namespace))
+        if self.is_resetting:
+            self.later(request, cache.drop_forgotten, answer)
+            return
 
-    def _answer_reset(self, request: p.Reset, dropped: int) -> None:
+        def done(outcome: Exception | None) -> None:
+            self.is_resetting = False
+            self._conclude(request, outcome, answer)
+
+        self.is_resetting = True
+        self.host.submit(cache.drop_forgotten, done)
+
+    def _answer_reset(self, request: p.Reset, dropped: int, _: None) -> None:
         namespace = request.namespace.hex()
         self.host.client_log.tell("namespace %s is reset; blocks dropped: %d", namespace, dropped)
         self.send(p.Number(request.seq, dropped))
@@ -301,18 +308,24 @@ class Conversation:
 
         def done(outcome: T | Exception) -> None:
             self.is_waiting = False
-            if self._is_over:
-                return
-            if isinstance(outcome, KVStrataError):
-                self._refuse(request, outcome)
-            elif isinstance(outcome, Exception):
-                self.is_broken = True
-            else:
-                self._answer(request, partial(answer, outcome))
-            self._resumed()
+            self._conclude(request, outcome, answer)
 
         self.is_waiting = True
         self.host.submit(work, done)
+
+    def _conclude(
+        self, request: p.Request, outcome: T | Exception, answer: Callable[[T], None]
+    ) -> None:
+        """Tell the client what came of what was submitted for *request*."""
+        if self._is_over:
+            return
+        if isinstance(outcome, KVStrataError):
+            self._refuse(request, outcome)
+        elif isinstance(outcome, Exception):
+            self.is_broken = True
+        else:
+            self._answer(request, partial(answer, outcome))
+        self._resumed()
 
     def _answer(self, request: p.Request, answer: Callable[[], None]) -> None:
         """Call *answer*, and tell the client what it objects to."""

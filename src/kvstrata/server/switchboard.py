@@ -194,7 +194,7 @@ class Switchboard:
             self._drop(client, "it does not read its news")
         elif client.conversation.is_broken:
             self._drop(client, "a bug")
-        elif connection.is_ended and not connection.has_frame:
+        elif connection.is_ended and not (connection.has_frame or client.conversation.is_resetting):
             self._drop(client)
         if not client.is_here:
             return
