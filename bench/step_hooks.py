@@ -130,7 +130,7 @@ class Side:
         self.scheduler.has_requests()
         took, hooks = time.perf_counter_ns() - started, self.spent[0] - before
         half = getattr(self.scheduler.connector, "_scheduler", None)
-        had_work = half is not None and (half.holds_blocks or bool(plan.saves or plan.loads))
+        had_work = half is not None and (half._saves.busy or bool(plan.saves or plan.loads))
         return took / 1e3, hooks / 1e3, had_work
 
     def close(self) -> None:

@@ -1,13 +1,17 @@
 """Which blocks the scheduler half has saved: all that are complete, and no other."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.caches import eventually
+from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, in_all_modes, prompt, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
+from tests.vllm.plans import copiers
 from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -127,3 +131,50 @@ def test_blocks_that_vllm_has_back_are_on_their_way_to_the_server(
     eventually(has_them_back, "the save does not end")
     eventually(lambda: not bench.manager.stats().running_puts, "the server has not heard of it")
     assert len(bench.saved_keys()) == 5
+
+
+@contextlib.contextmanager
+def copies_last(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No copy out of *engine*'s device blocks ends meanwhile."""
+    copier: Any = copiers(engine.runner.half)[0]
+    real, go = copier.copy_to_host, threading.Event()
+
+    def held(device_blocks: Any, rows: Any) -> None:
+        assert go.wait(PATIENCE_SECONDS)
+        real(device_blocks, rows)
+
+    monkeypatch.setattr(copier, "copy_to_host", held)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def test_saves_of_running_requests_do_not_put_off_a_preemption(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 device blocks for two requests that need 25 each."""
+    engine = bench.engine(num_blocks=31)
+    with copies_last(engine, monkeypatch):
+        requests = [engine.add(f"r{seed}", prompt(seed, 40), 60) for seed in range(2)]
+        for _ in range(80):
+            engine.step()
+        assert engine.half._saves.busy
+        assert [request.num_preemptions for request in requests] == [0, 1]
+    engine.run()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_vllm_is_told_to_wait_for_blocks_that_only_saves_hold(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    engine = bench.engine()
+    with copies_last(engine, monkeypatch):
+        request = engine.add("a", prompt(1, 40), 4 if is_over else 60)
+        for _ in range(12):
+            engine.step()
+        assert request.is_finished() is is_over
+        assert engine.half._saves.busy
+        assert engine.connector.has_pending_block_frees() is is_over
+    engine.run()
+    assert not engine.connector.has_pending_block_frees()

@@ -103,6 +103,12 @@ class Saves:
         """Whether device blocks are held: the engine must go on stepping for us to let them go."""
         return self._held.count > 0
 
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether the end of a save frees a device block: nobody else has it any more."""
+        saves: list[_Offer | _RunningSave] = [*self._offers, *self._running.values()]
+        return any(block.ref_cnt == 1 for save in saves for block in save.blocks)
+
     def offer(
         self,
         request: Request,

@@ -246,8 +246,8 @@ class SchedulerHalf:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether device blocks wait for their save to end."""
-        return self._saves.busy
+        """Whether device blocks become free when their save ends, without any preemption."""
+        return self._saves.frees_blocks
 
     @property
     def busy(self) -> bool:
