@@ -12,7 +12,7 @@ from tests.vllm.bench import Bench, in_all_modes, prompt, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
 from tests.vllm.plans import copiers
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
 
 @in_all_modes
@@ -178,3 +178,29 @@ def test_vllm_is_told_to_wait_for_blocks_that_only_saves_hold(
         assert engine.connector.has_pending_block_frees() is is_over
     engine.run()
     assert not engine.connector.has_pending_block_frees()
+
+
+@pytest.mark.parametrize("looked_at", [[], ["r0"]], ids=["no server", "no room"])
+def test_what_cannot_be_saved_now_costs_no_copy_of_block_tables(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, looked_at: list[str]
+) -> None:
+    """Only one block at a time may be saved."""
+    engine = bench.engine(max_saving_blocks=2)
+    copied = list[str]()
+    real = KVConnectorBlockState.get_block_ids
+
+    def counted(state: KVConnectorBlockState, request_id: str) -> Any:
+        copied.append(request_id)
+        return real(state, request_id)
+
+    monkeypatch.setattr(KVConnectorBlockState, "get_block_ids", counted)
+    if not looked_at:
+        engine.half._link.close()
+    with copies_last(engine, monkeypatch):
+        for i in range(3):
+            engine.add(f"r{i}", prompt(i, 60), 40)
+        for _ in range(20):
+            engine.step()
+        assert copied == looked_at
+    engine.run()
+    assert (len(copied) > 1) is bool(looked_at)

@@ -104,6 +104,16 @@ class Saves:
         return self._held.count > 0
 
     @property
+    def is_open(self) -> bool:
+        """Whether a block may be offered now."""
+        return self._link.ready and self._room >= self._math.ratio
+
+    @property
+    def _room(self) -> int:
+        """For blocks: what a state needs, which gets it once, and now, is left out."""
+        return self._held.room - len(self._math.recurrent)
+
+    @property
     def frees_blocks(self) -> bool:
         """Whether the end of a save frees a device block: nobody else has it any more."""
         saves: list[_Offer | _RunningSave] = [*self._offers, *self._running.values()]
@@ -131,9 +141,7 @@ class Saves:
             self._knows(math.key(request, first)) or not math.has_all(block_ids, first)
         ):
             first += 1
-        ratio = math.ratio
-        room = self._held.room - len(math.recurrent)  # which a state gets once, and now
-        end = min(end, first + max(0, room) // ratio)
+        end = min(end, first + max(0, self._room) // math.ratio)
         if first >= end or not self._link.ready:
             return first
         keys = math.keys(request, first, end)

@@ -314,7 +314,7 @@ class SchedulerHalf:
                 continue
             tokens = 0 if state is None else scheduled.get(request_id, 0)
             missing = self._missing_tokens(tracked, tokens)
-            if tokens and missing <= 0:
+            if tokens and missing <= 0 and self._saves.is_open:
                 # After this step's forward this many tokens have KV; those not known yet are
                 # placeholders or drafts, and num_tokens leaves them out.
                 request = tracked.request
