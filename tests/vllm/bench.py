@@ -26,6 +26,7 @@ from kvstrata.core.config import Config
 from kvstrata.core.keys import as_key_array, state_keys
 from kvstrata.core.types import NAMESPACE_ID_BYTES, StoreKey
 from kvstrata.manager.manager import KVManager
+from kvstrata.manager.tasks import UNSETTLED
 from kvstrata.server.server import Server
 
 
@@ -193,6 +194,13 @@ def start(folder: Path, slots: int, **settings: Any) -> Iterator[Bench]:
         finally:
             for engine in bench.engines:
                 engine.close()
+
+
+def all_are_settled(engine: Engine) -> bool:
+    """What was asked before the turn of a request."""
+    engine.half._link.tick()
+    statuses = [lookup.status for lookup in engine.half._loads._lookups.values()]
+    return all(status is not None and status.state not in UNSETTLED for status in statuses)
 
 
 MODES = {

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
-from tests.vllm.bench import Bench, in_all_modes, prompt, start
-from tests.vllm.driven import Engine
+from tests.vllm.bench import Bench, all_are_settled, in_all_modes, prompt, start
 from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
 from vllm.v1.request import Request
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.manager.tasks import UNSETTLED
 
 
 @in_all_modes
@@ -205,13 +203,6 @@ def test_what_one_node_has_computed_is_loaded_on_another(
             assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
 
 
-def all_are_settled(engine: Engine) -> bool:
-    """What was asked before the turn of a request."""
-    engine.half._link.tick()
-    statuses = [lookup.status for lookup in engine.half._loads._lookups.values()]
-    return all(status is not None and status.state not in UNSETTLED for status in statuses)
-
-
 def test_what_had_no_room_when_a_request_came_is_loaded_once_it_has_its_turn(folder: Path) -> None:
     """Host memory takes four of five prompts from the tier below, and others have all of it."""
     with start(folder, 40, shared=folder / "shared", recompute="never") as bench:
@@ -237,6 +228,33 @@ def test_what_had_no_room_when_a_request_came_is_loaded_once_it_has_its_turn(fol
         manager.cancel(others)
         engine.run()
         assert engine.runner.loaded_tokens["b"] == 80
+
+
+def test_what_had_room_is_loaded_though_the_server_is_too_slow_to_be_asked_for_more(
+    folder: Path,
+) -> None:
+    """Host memory takes four of five prompts from the tier below, and others have all but 5 blocks."""
+    with start(folder, 40, shared=folder / "shared", recompute="never") as bench:
+        engine, manager = bench.engine(remote_lookup_seconds=20), bench.manager
+        for seed in range(5):  # host memory has not the first one
+            engine.serve(f"a{seed}", prompt(seed, 83), 1)
+            assert manager._lower["remote"].drain(PATIENCE_SECONDS)
+        engine.forget_device()
+        math, namespace = engine.half._math, engine.half._namespace
+        others = [
+            manager.get_match(namespace, math.keys(engine.requests[f"a{seed}"], 0, end)).task_id
+            for seed, end in [(1, 5), (2, 10), (3, 10), (4, 10)]
+        ]
+        manager.wait(others, PATIENCE_SECONDS)
+        engine.add("b", prompt(0, 83), 1)
+        eventually(lambda: all_are_settled(engine), "the tier below does not answer")
+        lookup = engine.half._loads._lookups["b"]
+        eventually(lambda: lookup.may_find_more, "all of it has room")
+        engine.half._link.too_slow()  # as a lookup or a save of another request finds
+        engine.step()
+        manager.cancel(others)
+        engine.run()
+        assert engine.runner.loaded_tokens["b"] == 40
 
 
 def test_requests_in_line_leave_room_for_one_whose_turn_has_come(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
-from tests.vllm.bench import Bench, prompt, start
+from tests.vllm.bench import Bench, all_are_settled, prompt, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import continuation
 from tests.vllm.plans import copiers
@@ -122,6 +122,38 @@ def test_server_that_answers_again_is_used_again(
     eventually(lambda: bench.manager.stats().running_gets == 0, "the late answer keeps its lease")
     engine.forget_device()
     assert engine.serve("c", prompt(1, 60), 2) == 56
+
+
+def test_what_a_server_has_answered_is_loaded_though_it_is_slow_now(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    engine.add("b", prompt(1, 60), 2)
+    eventually(lambda: all_are_settled(engine), "no answer comes")
+    engine.half._link.too_slow()  # as a lookup or a save of another request finds
+    assert not engine.half._link.ready
+    engine.step()
+    engine.run()
+    assert engine.runner.loaded_tokens == {"b": 56}
+    assert list(engine.requests["b"].output_token_ids) == continuation(prompt(1, 60), 2)
+
+
+def test_what_a_server_that_is_gone_has_answered_is_not_loaded(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.serve("a", prompt(1, 60), 2)
+    engine.forget_device()
+    engine.add("b", prompt(1, 60), 2)
+    eventually(lambda: all_are_settled(engine), "no answer comes")
+    link = engine.half._link
+    assert link._client is not None
+    link._client.shutdown()
+    link.poll(PATIENCE_SECONDS)
+    assert not link.connected
+    answers = answers_of(engine)
+    engine.step()
+    assert answers == [(0, False)]
+    engine.run()
+    assert list(engine.requests["b"].output_token_ids) == continuation(prompt(1, 60), 2)
 
 
 def test_server_that_dies_costs_hits_and_the_next_one_is_filled(folder: Path) -> None:

@@ -154,7 +154,7 @@ class Loads:
         self, request: Request, namespace: NamespaceId, computed: int, wait_seconds: float
     ) -> int | None:
         """What ``match`` answers for a request that awaits nothing."""
-        if not self._link.ready:
+        if not self._link.ready and not self._is_answered(request.request_id):
             return 0
         if request.request_id not in self._lookups and not self._has_its_turn(request, computed):
             return None
@@ -339,11 +339,18 @@ class Loads:
     def _may_load(self, request: Request) -> bool:
         return request.request_id not in self._refused and not request.skip_reading_prefix_cache
 
+    def _is_answered(self, request_id: str) -> bool:
+        """Whether the server, however slow it is now, has said of the request all that it will."""
+        lookup = self._lookups.get(request_id)
+        if lookup is None or lookup.status is None or lookup.connection != self._link.number:
+            return False
+        return self._link.connected and lookup.status.state not in UNSETTLED
+
     def _fresh_lookup(
         self, request: Request, namespace: NamespaceId, computed: int
     ) -> _Lookup | None:
         lookup = self._lookups.get(request.request_id)
-        once_more = lookup is not None and lookup.may_find_more
+        once_more = lookup is not None and lookup.may_find_more and self._link.ready
         if (
             lookup is None
             or once_more
