@@ -1,6 +1,7 @@
 """How a worker maps the host tier of a server, and of the next one."""
 
 import contextlib
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 from kvstrata.server import sockets
 from kvstrata.server.attach import Attachment, Patience
+from kvstrata.storage import mapping as mapping_module
 from kvstrata.storage.mapping import HostMapping
 
 
@@ -118,6 +120,34 @@ def test_memory_of_a_server_that_is_gone_is_not_kept_until_the_next_one(path: Pa
         with serving(config(4), path):
             eventually(lambda: worker.current is not None, "no mapping arrives")
             assert worker.current is worker.mappings[1]
+
+
+def test_memory_that_cannot_be_prefaulted_is_used_all_the_same_and_told_of_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    pinned = list[HostMapping]()
+
+    def pin(mapping: HostMapping, is_over: Callable[[], bool]) -> bool:
+        pinned.append(mapping)
+        return True
+
+    monkeypatch.setattr(mapping_module, "_fault_in", refused)
+    with (
+        caplog.at_level(logging.WARNING),
+        serving(config(4), path),
+        contextlib.closing(engine(path)) as scheduler,
+        contextlib.closing(Worker(path, pin=pin)) as worker,
+    ):
+        eventually(lambda: pinned != [], "it does not come to be pinned")
+        eventually(
+            lambda: scheduler.put_match(ALICE, keys(1)).task_id != 0, "the worker never counts"
+        )
+        assert pinned == worker.mappings == [worker.current]
+    told = [r.message for r in caplog.records if "prefault" in r.message]
+    assert told == ["this worker could not prefault host memory: Cannot allocate memory"]
 
 
 def test_memory_that_is_not_to_be_pinned_yet_is_pinned_later(path: Path) -> None:

@@ -110,7 +110,7 @@ class Attachment:
             self._was_mapped = self._keeps_memory = True
             client.submit(p.Mapped(0))
             if self._prefault:
-                mapping.touch(self._stop)
+                self._touch(mapping)
             if self._pin is not None:
                 while not self._stop.is_set() and not self._pin(mapping, self._stop.is_set):
                     client.poll(_EARLY_SECONDS)
@@ -118,6 +118,13 @@ class Attachment:
                 client.poll(3600.0)
         finally:
             client.close()
+
+    def _touch(self, mapping: HostMapping) -> None:
+        """Fault all of it in; what the machine refuses now is faulted in by the copies."""
+        try:
+            mapping.touch(self._stop)
+        except OSError as e:
+            _log.warning("this worker could not prefault host memory: %s", e.strerror)
 
 
 def _map(descriptor: int, welcome: p.Welcome) -> HostMapping:
