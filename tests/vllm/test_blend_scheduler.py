@@ -15,6 +15,7 @@ from tests.caches import eventually
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
+from tests.vllm.faults import Copies
 from tests.vllm.plans import chunked, full, group, mla, plan, sliding, vllm_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -241,6 +242,15 @@ def test_a_request_that_asks_in_vain_is_told_of_once_for_each_reason(
     ]
 
 
+def asking(text: list[int], salt: str | None = None) -> Request:
+    """One that asks for *text* to be reused a token further to the right."""
+    params = SamplingParams(
+        max_tokens=2, extra_args={"kv_transfer_params": {"blend": {"ratio": 0}}}
+    )
+    hasher = get_request_block_hasher(4, sha256)
+    return Request("later", [7, *text, 7], params, None, cache_salt=salt, block_hasher=hasher)
+
+
 def test_what_is_learned_of_a_tenant_is_reused_by_no_other(bench: Bench) -> None:
     engine = bench.engine(connector=BlendConnector, **WORTH_IT)
     half: Any = engine.half
@@ -248,17 +258,36 @@ def test_what_is_learned_of_a_tenant_is_reused_by_no_other(bench: Bench) -> None
     engine.add("first", text, 2, cache_salt="A")
     engine.run()
 
-    def later(salt: str | None) -> Request:
-        params = SamplingParams(
-            max_tokens=2, extra_args={"kv_transfer_params": {"blend": {"ratio": 0}}}
-        )
-        hasher = get_request_block_hasher(4, sha256)
-        return Request("later", [7, *text, 7], params, None, cache_salt=salt, block_hasher=hasher)
-
-    found = {s: half._learning.runs(later(s), half._namespace, 0).tokens for s in ("A", "B", None)}
-    assert found == {"A": 10 * TOKENS, "B": 0, None: 0}
-    results = {s: half._candidate(later(s), 0).result for s in ("B", None)}
+    runs = {s: half._learning.runs(asking(text, s), half._namespace, 0) for s in ("A", "B", None)}
+    assert {s: each.tokens for s, each in runs.items()} == {"A": 10 * TOKENS, "B": 0, None: 0}
+    results = {s: half._candidate(asking(text, s), 0).result for s in ("B", None)}
     assert results == {"B": "no_run", None: "no_run"}
+
+
+def test_what_was_still_being_saved_when_it_was_asked_for_is_not_taken_for_lost(
+    bench: Bench,
+) -> None:
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT)
+    half: Any = engine.half
+    text = prompt(1, 10 * TOKENS)
+    copies = Copies(engine)
+    copies.hold()
+    engine.add("said", text, 20)
+    while half._requests["said"].offered_blocks < 10:
+        engine.step()
+    candidate = half._candidate(asking(text), 0)
+
+    def is_settled() -> bool:
+        half._link.poll(0.01)
+        return bool(candidate.lookup.is_settled(half._config))
+
+    eventually(is_settled, "no answer")
+    copies.go()
+    engine.run()
+    half._settle(asking(text), candidate, candidate.lookup)
+    assert candidate.plan is None
+    assert half._learning.runs(asking(text), half._namespace, 0).tokens == 10 * TOKENS
+    assert half._saves.under_way() == set()
 
 
 def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None:

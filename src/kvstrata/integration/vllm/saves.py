@@ -119,6 +119,12 @@ class Saves:
         saves: list[_Offer | _RunningSave] = [*self._offers, *self._running.values()]
         return any(block.ref_cnt == 1 for save in saves for block in save.blocks)
 
+    def under_way(self) -> set[BlockKey]:
+        """The blocks that the server has been offered, and cannot give yet."""
+        offered = (offer.keys for offer in self._offers)
+        copied = (save.keys for save in self._running.values())
+        return set[BlockKey]().union(*offered, *copied)
+
     def offer(
         self,
         request: Request,

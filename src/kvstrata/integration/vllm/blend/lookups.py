@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstrata.blend.runs import Runs
 from kvstrata.core.config import Config
 from kvstrata.core.keys import KeyArray
-from kvstrata.core.types import NamespaceId
+from kvstrata.core.types import BlockKey, NamespaceId
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.manager.tasks import UNSETTLED, TaskState
 from kvstrata.server import protocol as p
@@ -41,10 +41,17 @@ class RunLookup:
     """One lookup of the blocks of *runs*: a task for each run, whose leases it holds."""
 
     def __init__(
-        self, link: CacheLink, namespace: NamespaceId, runs: Runs, request_id: str
+        self,
+        link: CacheLink,
+        namespace: NamespaceId,
+        runs: Runs,
+        request_id: str,
+        saving: Collection[BlockKey] = (),
     ) -> None:
+        """*saving*: blocks that the server may only have in a moment, and does not find before."""
         self._link = link
         self._runs = runs
+        self._saving = saving
         self.sent_at = time.monotonic()
         self.connection = link.number
         self._pending: list[Pending | None] = [
@@ -96,6 +103,8 @@ class RunLookup:
             task_ids.append(status.task_id)
             slots += status.slots
             generations += status.generations
+        not_found = np.concatenate(missing)
+        are_lost = [key.tobytes() not in self._saving for key in not_found]
         return RunSlots(
             start=runs.start[chosen],
             length=np.array(length, np.int64),
@@ -104,7 +113,7 @@ class RunLookup:
             slots=np.array(slots, np.int64),
             generations=np.array(generations, np.int64),
             task_ids=task_ids,
-            missing=np.concatenate(missing),
+            missing=not_found[np.array(are_lost, np.bool_)],
         )
 
     def abandon(self, but: Collection[int] = ()) -> None:

@@ -192,7 +192,13 @@ class BlendScheduler(SchedulerHalf):
         runs = self._learning.runs(request, self._namespace, first_token)
         reused = ReusedRuns(runs.start, runs.length, runs.delta, np.zeros(len(runs), np.bool_))
         if self._pays(candidate, self._plan(request, reused, first_token)):
-            candidate.lookup = RunLookup(self._link, self._namespace, runs, request.request_id)
+            candidate.lookup = RunLookup(
+                self._link,
+                self._namespace,
+                runs,
+                request.request_id,
+                self._saves.under_way(),
+            )
         return candidate
 
     def _obstacle(self, request: Request, wish: Wish, first_token: int) -> str | None:
