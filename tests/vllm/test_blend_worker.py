@@ -316,6 +316,24 @@ def test_what_fails_on_one_rank_behind_a_forward_is_given_up_by_both(
     assert forwards[-1] == [last]
 
 
+def test_a_load_that_ends_on_one_rank_before_the_other_is_waited_for_by_both(
+    two_ranks: TwoRanks,
+) -> None:
+    def run(rank: int, ranks: Any) -> Any:
+        runner, ended = Rank(ranks=ranks), []
+        worker = worker_of(runner, ranks)
+        worker.begin(request("one", 1, awaits_load=True), SERVER)
+        for loaded_by in (None, 0, 1):
+            if rank == loaded_by:
+                worker.loaded("one", whole=True)
+            ended.append([each.whole for each in worker.advance(SLOTS, 1000, 1000)])
+        return runner.forwards, ended
+
+    one, other = two_ranks.run(run)
+    assert one == other
+    assert one[1] == [[], [], [True]]
+
+
 def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(
     two_ranks: TwoRanks,
 ) -> None:

@@ -66,7 +66,8 @@ class _Job:
     request: BlendRequestMeta
     server_id: bytes
     prompt: Prompt
-    awaits_load: bool
+    is_loaded: bool  # its exact prefix, on this rank
+    awaits_load: bool  # on any rank, when they last agreed
     awaits_step: bool  # until the step in which it came is over
     stage: _Stage
     moved_tokens: int = 0  # of its runs, the first ones
@@ -120,15 +121,16 @@ class BlendWorker:
         blocks = np.append(request.device_blocks, np.int32(NULL_BLOCK))
         prompt = Prompt(torch.from_numpy(request.tokens), torch.from_numpy(blocks))
         stage = _Stage.EXACT if request.is_audited else _Stage.REUSE
+        awaits = request.awaits_load
         self._jobs.append(
-            _Job(request, server_id, prompt, request.awaits_load, request.awaits_step, stage)
+            _Job(request, server_id, prompt, not awaits, awaits, request.awaits_step, stage)
         )
 
     def loaded(self, request_id: str, *, whole: bool) -> bool:
         """The exact prefix of the request is in place, or not; whether it is one to blend."""
         for job in self._jobs:
             if job.request.request_id == request_id:
-                job.awaits_load = False
+                job.is_loaded = True
                 job.failed = job.failed or not whole
                 return True
         return False
@@ -153,12 +155,13 @@ class BlendWorker:
 
     def _agree(self) -> None:
         """A request waits while it waits on any rank, and has failed if it has on any."""
-        if not self._jobs or self._ranks.world_size == 1:
+        if not self._jobs:
             return
-        flags = torch.tensor([[job.awaits_load, job.failed] for job in self._jobs]).int()
-        torch.distributed.all_reduce(
-            flags, torch.distributed.ReduceOp.MAX, group=self._ranks.cpu_group
-        )
+        flags = torch.tensor([[not job.is_loaded, job.failed] for job in self._jobs]).int()
+        if self._ranks.world_size > 1:
+            torch.distributed.all_reduce(
+                flags, torch.distributed.ReduceOp.MAX, group=self._ranks.cpu_group
+            )
         for job, (awaits, failed) in zip(self._jobs, flags.bool().tolist(), strict=True):
             job.awaits_load, job.failed = awaits, failed
 
