@@ -19,6 +19,7 @@ from kvstrata.blend.plan import BlendPlan, Positions, ReusedRuns
 from kvstrata.blend.rules import TwoRoundQueryRule
 from kvstrata.blend.selection import Recompute, Rule, ScoreAttention, ScoreDeviation
 from kvstrata.core.load import load_config
+from kvstrata.integration.vllm.blend.connector import BlendConnector
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
 from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.rules import rule_of
@@ -151,6 +152,21 @@ def test_what_others_compute_in_the_same_step_is_waited_for() -> None:
     assert runner.forwards == []
     (ended,) = worker.advance(SLOTS, 1000, 1000)
     assert (ended.request_id, ended.whole) == ("early", True)
+
+
+def test_what_is_aborted_is_computed_no_further() -> None:
+    worker = worker_of(runner := Recorder())
+    connector: Any = object.__new__(BlendConnector)  # the hook of a worker alone
+    connector._blending, connector._ended = worker, []
+    connector._worker = SimpleNamespace(half=SimpleNamespace(collect=lambda: (set(), set())))
+    for name, exact_blocks in (("gone", 1), ("alive", 2)):
+        worker.begin(request(name, exact_blocks), SERVER)
+    assert worker.advance(SLOTS, 1000, 50) == []
+    runner.forwards.clear()
+    connector.get_transfer_results({"gone"})
+    ended = worker.advance(SLOTS, 1000, 1000)
+    assert {each.request_id: each.whole for each in ended} == {"gone": False, "alive": True}
+    assert min(first for forward in runner.forwards for _, first, _ in forward) == 64
 
 
 def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:
@@ -332,6 +348,29 @@ def test_a_load_that_ends_on_one_rank_before_the_other_is_waited_for_by_both(
     one, other = two_ranks.run(run)
     assert one == other
     assert one[1] == [[], [], [True]]
+
+
+def test_what_is_aborted_while_it_is_loaded_ends_on_all_ranks_with_the_last_load(
+    two_ranks: TwoRanks,
+) -> None:
+    def run(rank: int, ranks: Any) -> Any:
+        runner, ended = Rank(ranks=ranks), []
+        worker = worker_of(runner, ranks)
+        for name, exact_blocks in (("gone", 1), ("alive", 2)):
+            worker.begin(request(name, exact_blocks, awaits_load=name == "gone"), SERVER)
+        worker.finished({"gone"})
+        for loaded_by in (None, 0, 1):
+            if rank == loaded_by:
+                worker.loaded("gone", whole=True)
+            over = worker.advance(SLOTS, 1000, 1000)
+            ended.append([(each.request_id, each.whole) for each in over])
+        return runner.forwards, ended
+
+    one, other = two_ranks.run(run)
+    assert one == other
+    forwards, ended = one
+    assert ended == [[("alive", True)], [], [("gone", False)]]
+    assert min(first for forward in forwards for _, first, _ in forward) == 64
 
 
 def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(

@@ -112,6 +112,7 @@ class BlendConnector(KVStrataConnector):
         if self._blending is not None:
             held = {r for r in received if self._blending.loaded(r, whole=r not in failed)}
             received, failed = received - held, failed - held
+            self._blending.finished(finished_req_ids)
         received |= {each.request_id for each in self._ended}
         failed |= {each.request_id for each in self._ended if not each.whole}
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)

@@ -135,6 +135,11 @@ class BlendWorker:
                 return True
         return False
 
+    def finished(self, request_ids: set[str]) -> None:
+        """vLLM has no use for these any more, and tells all ranks so in the same step."""
+        for job in self._jobs:
+            job.failed = job.failed or job.request.request_id in request_ids
+
     def advance(self, mapping: HostMapping | None, to_move: int, to_run: int) -> list[Ended]:
         """Move up to *to_move* tokens, and run up to *to_run*; what has ended by that."""
         self._agree()
