@@ -468,3 +468,16 @@ def test_what_is_lost_or_reset_before_it_is_indexed_is_not_known(lesson: Lesson)
     lesson.half.reset()
     learning.catch_up()
     assert learning._index.statistics().tokens == 0
+
+
+def test_a_step_that_also_blends_does_not_say_how_fast_prompts_are_computed(
+    lesson: Lesson,
+) -> None:
+    half: Any = lesson.half
+    step = SchedulerOutput.make_empty()
+    step.num_scheduled_tokens, step.total_num_scheduled_tokens = {"long": 512}, 512
+    half.plan(step)
+    assert half._rate._tokens == 512
+    half._running[1] = object()  # the workers compute what this one chooses, too
+    half.plan(step)
+    assert half._rate._tokens == 0

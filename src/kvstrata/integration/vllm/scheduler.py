@@ -188,7 +188,7 @@ class SchedulerHalf:
         if self._admitted or self._parked:
             self._see_admitted(output)
         self._link.glance()
-        self._tell_rate(output, waits_for_loads=bool(loads) and any(load.at_once for load in loads))
+        self._tell_rate(output, is_pure=not (loads and any(load.at_once for load in loads)))
         if self._saves_wanted:
             self._offer_completed(output)
             if self._math.recurrent and output.kv_connector_block_state is not None:
@@ -297,8 +297,8 @@ class SchedulerHalf:
         if (tracked := self._requests.get(request.request_id)) is not None:
             tracked.offered_blocks = sys.maxsize
 
-    def _tell_rate(self, output: SchedulerOutput, *, waits_for_loads: bool) -> None:
-        self._rate.step(output, is_pure=not waits_for_loads)
+    def _tell_rate(self, output: SchedulerOutput, *, is_pure: bool) -> None:
+        self._rate.step(output, is_pure=is_pure)
         if self._rate_told_to != self._link.number:
             self._rate_told_to = self._link.number
             self._rate.tell_again()

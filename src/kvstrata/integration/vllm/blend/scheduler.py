@@ -266,6 +266,10 @@ class BlendScheduler(SchedulerHalf):
             step.blend = BlendConnectorMeta(requests, self._step_tokens, most_run)
         return step
 
+    def _tell_rate(self, output: SchedulerOutput, *, is_pure: bool) -> None:
+        """Of a step that blends, vLLM has not scheduled all that it computes."""
+        super()._tell_rate(output, is_pure=is_pure and not self._running)
+
     def worker_report(self, report: WorkerReport) -> None:
         super().worker_report(report)
         for name, workers in report.load_done.items():
