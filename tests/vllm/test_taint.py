@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.driven import Engine
+from tests.vllm.fake_runner import TOKENS
 
 PROMPT = prompt(1, 42)  # 5 blocks of 8 tokens, or 10 device blocks of 4, and 2 tokens
 ANSWER = 12
@@ -40,6 +41,16 @@ def test_of_what_is_received_only_exact_blocks_are_saved_and_shared(
     assert len(bench.saved_keys()) == 6  # now that they have been computed
     assert bench.check_saved_bytes(engine) > 0
     assert not any(engine.leftovers().values())
+
+
+def test_a_request_that_decodes_behind_its_taint_is_looked_at_once_a_block(bench: Bench) -> None:
+    engine = bench.engine()
+    engine.watch_frontiers()
+    engine.add("received", PROMPT, 10 * TOKENS, {"taint_from": 18})
+    engine.run()
+    looks = [each.offered_tokens for each in engine.frontiers]
+    end = len(PROMPT) + 10 * TOKENS - 1  # the last token is no input
+    assert looks == [32, 42, *range(48, end, TOKENS), end]
 
 
 def test_behind_the_token_that_a_sender_names_nothing_is_loaded(bench: Bench) -> None:

@@ -322,12 +322,19 @@ class SchedulerHalf:
                 computed = min(computed, request.num_tokens)
                 self._offer(tracked, computed, partial(_block_ids, state, request_id))
                 missing = self._missing_tokens(tracked, tokens)
+                if missing <= 0 and self._ends_in_taint(tracked):
+                    missing = self._math.tokens - computed % self._math.tokens
             self._due.look(request_id, max(missing, 1))
 
     def _missing_tokens(self, tracked: Tracked, tokens: int) -> int:
         """How many the next block that can be offered lacks after *tokens* more."""
         computed: int = tracked.request.num_computed_tokens
         return (tracked.offered_blocks + 1) * self._math.tokens - computed - tokens
+
+    def _ends_in_taint(self, tracked: Tracked) -> bool:
+        """Whether the next block of the request is approximate: none of its blocks is offered then."""
+        first = self._taints.first_token(tracked.request.request_id)
+        return first is not None and tracked.offered_blocks >= first // self._math.tokens
 
     def _offer(
         self, tracked: Tracked, computed_tokens: int, block_ids: Callable[[], BlockIds]
