@@ -17,7 +17,7 @@ from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
 from tests.vllm.faults import Copies
 from tests.vllm.plans import chunked, full, group, mla, plan, sliding, vllm_config
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -44,6 +44,12 @@ LESSON_TOKENS = 32  # of a block
 RECURRENT = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
+def blending_config(folder: Path, role: str = "kv_both") -> VllmConfig:
+    config = vllm_config(folder)
+    config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role=role)
+    return config
+
+
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
@@ -60,7 +66,7 @@ RECURRENT = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 def test_an_engine_that_cannot_blend_is_refused(
     folder: Path, groups: list[KVCacheGroupSpec], reason: str
 ) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     with pytest.raises(ConfigError, match=reason):
         refuse_engine(load_config({}, environ={}), config, plan(config, *groups))
 
@@ -97,7 +103,7 @@ def test_an_engine_that_cannot_blend_is_refused(
 def test_an_engine_that_cannot_run_its_model_within_a_step_is_refused(
     folder: Path, part: str | None, changes: dict[str, object], reason: str, remedy: str
 ) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     planned = plan(config, group(full()))
     for name, value in changes.items():
         setattr(config if part is None else getattr(config, part), name, value)
@@ -109,7 +115,7 @@ def test_an_engine_that_cannot_run_its_model_within_a_step_is_refused(
 
 
 def test_what_has_several_reasons_or_one_without_a_remedy_says_so(folder: Path) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     planned = plan(config, group(full()))
     config.parallel_config.pipeline_parallel_size = 2
     settings = load_config({"load_mode": "layerwise"}, environ={})
@@ -121,7 +127,7 @@ def test_what_has_several_reasons_or_one_without_a_remedy_says_so(folder: Path) 
 
 
 def test_an_engine_with_kv_of_another_type_is_refused(folder: Path) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     config.cache_config.cache_dtype = "int8_per_token_head"
     with pytest.raises(
         ConfigError, match="kv_cache_dtype is int8_per_token_head, and must be auto"
@@ -129,9 +135,16 @@ def test_an_engine_with_kv_of_another_type_is_refused(folder: Path) -> None:
         refuse_engine(load_config({}, environ={}), config, plan(config, group(full())))
 
 
+def test_an_engine_that_saves_nothing_is_refused(folder: Path) -> None:
+    config = blending_config(folder, "kv_consumer")
+    whole = "kv_role is 'kv_consumer': .* saves nothing\n  hint: set kv_role to kv_both, or set"
+    with pytest.raises(ConfigError, match=whole):
+        refuse_engine(load_config({}, environ={}), config, plan(config, group(full())))
+
+
 @pytest.mark.parametrize("spec", [full(), full(sliding_window=64), sliding()])
 def test_an_engine_whose_layers_have_windows_is_let_in(folder: Path, spec: KVCacheSpec) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     refuse_engine(load_config({}, environ={}), config, plan(config, group(spec)))
 
 
@@ -145,7 +158,7 @@ def test_an_engine_whose_layers_have_windows_is_let_in(folder: Path, spec: KVCac
 def test_a_device_that_cannot_blend_so_is_refused(
     folder: Path, device: str, attention: str, reason: str
 ) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     config.device_config.device_type = device
     settings = load_config({"blend_attention": attention}, environ={})
     with pytest.raises(ConfigError, match=reason):
@@ -154,7 +167,7 @@ def test_a_device_that_cannot_blend_so_is_refused(
 
 @pytest.mark.parametrize("attention", ["auto", "gathered"])
 def test_a_gpu_is_let_in(folder: Path, attention: str) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     config.device_config.device_type = "cuda"
     settings = load_config({"blend_attention": attention}, environ={})
     refuse_engine(settings, config, plan(config, group(full())))
@@ -166,7 +179,7 @@ def settings_of(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def test_layers_that_the_model_does_not_have_are_named(folder: Path, tmp_path: Path) -> None:
-    config = vllm_config(folder)
+    config = blending_config(folder)
     settings = load_config(settings_of(tmp_path, blend_scored_layers=[0, 2]), environ={})
     with pytest.raises(ConfigError, match=r"\[0, 2\], and the model has 2 attention layers"):
         BlendScheduler(settings, config, plan(config, group(full(), 2)))
@@ -175,8 +188,7 @@ def test_layers_that_the_model_does_not_have_are_named(folder: Path, tmp_path: P
 def test_a_match_ratio_is_said_to_change_nothing(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = vllm_config(folder)
-    config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role="kv_both")
+    config = blending_config(folder)
     settings = load_config(settings_of(tmp_path, min_match_ratio=0.8), environ={})
     BlendScheduler(settings, config, plan(config, group(full(), 2))).close()
     assert "min_match_ratio 0.8 changes nothing" in caplog.text
@@ -196,8 +208,7 @@ def test_a_ratio_in_the_settings_is_said_to_change_nothing_where_the_rule_has_it
 def test_a_prompt_that_is_too_short_to_be_worth_it_is_not_searched(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = vllm_config(folder)
-    config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role="kv_both")
+    config = blending_config(folder)
     settings = load_config(settings_of(tmp_path, blend="all"), environ={})
     half = BlendScheduler(settings, config, plan(config, group(full(), 2)))
     monkeypatch.setattr(Learning, "runs", None)
@@ -424,8 +435,7 @@ class Lesson:
 @pytest.fixture
 def lesson(folder: Path, tmp_path: Path) -> Iterator[Lesson]:
     """Of eight blocks; chunks are three."""
-    config, tokens = vllm_config(folder), LESSON_TOKENS
-    config.kv_transfer_config = KVTransferConfig(kv_connector="BlendConnector", kv_role="kv_both")
+    config, tokens = blending_config(folder), LESSON_TOKENS
     settings = settings_of(tmp_path, tokens_per_block=tokens, blend_chunk_size=3 * tokens)
     half = BlendScheduler(load_config(settings, environ={}), config, plan(config, group(full(), 2)))
     half.bind_block_pool(BlockPool(2, True, tokens))

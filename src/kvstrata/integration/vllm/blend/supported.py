@@ -47,6 +47,12 @@ def refuse_engine(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCa
 
 def _of_engine(config: Config, vllm_config: VllmConfig) -> Iterator[_Reason]:
     device, drafts = vllm_config.device_config.device_type, vllm_config.speculative_config
+    if not vllm_config.kv_transfer_config.is_kv_producer:
+        yield _Reason(
+            "kv_role is 'kv_consumer': what can be reused is learned as it is saved, and this engine "
+            "saves nothing",
+            "set kv_role to kv_both",
+        )
     if device not in {"cpu", "cuda"}:
         yield _Reason(f"it runs on CPUs and GPUs, and this is {device}")
     if device != "cpu" and config.blend_attention == "runs":
