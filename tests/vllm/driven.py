@@ -312,7 +312,7 @@ class Engine:
             "requests": half._requests,
             "taints": half._taints._taints,
             "lookups": loads._lookups,
-            "blocks of lookups": loads._ahead._blocks,
+            "blocks of lookups": loads.ahead._blocks,
             "loads": loads._running,
             "refused": loads._refused,
             "planned": loads._planned,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.caches import eventually
-from tests.vllm.bench import Bench, prompt
+from tests.vllm.bench import Bench, prompt, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
 from tests.vllm.faults import Copies
@@ -253,13 +253,13 @@ def test_a_request_that_asks_in_vain_is_told_of_once_for_each_reason(
     ]
 
 
-def asking(text: list[int], salt: str | None = None) -> Request:
+def asking(text: list[int], salt: str | None = None, name: str = "later") -> Request:
     """One that asks for *text* to be reused a token further to the right."""
     params = SamplingParams(
         max_tokens=2, extra_args={"kv_transfer_params": {"blend": {"ratio": 0}}}
     )
     hasher = get_request_block_hasher(4, sha256)
-    return Request("later", [7, *text, 7], params, None, cache_salt=salt, block_hasher=hasher)
+    return Request(name, [7, *text, 7], params, None, cache_salt=salt, block_hasher=hasher)
 
 
 def test_what_is_learned_of_a_tenant_is_reused_by_no_other(bench: Bench) -> None:
@@ -287,18 +287,37 @@ def test_what_was_still_being_saved_when_it_was_asked_for_is_not_taken_for_lost(
     while half._requests["said"].offered_blocks < 10:
         engine.step()
     candidate = half._candidate(asking(text), 0)
+    lookup = half._ask(asking(text), candidate.runs)
 
     def is_settled() -> bool:
         half._link.poll(0.01)
-        return bool(candidate.lookup.is_settled(half._config))
+        return bool(lookup.is_settled(half._config))
 
     eventually(is_settled, "no answer")
     copies.go()
     engine.run()
-    half._settle(asking(text), candidate, candidate.lookup)
+    half._settle(asking(text), candidate, lookup)
     assert candidate.plan is None
     assert half._learning.runs(asking(text), half._namespace, 0).tokens == 10 * TOKENS
     assert half._saves.under_way() == set()
+
+
+def test_lookups_of_runs_count_among_those_that_keep_a_quarter_of_the_host_tier(
+    folder: Path,
+) -> None:
+    with start(folder, 4 * 10) as bench:
+        engine = bench.engine(connector=BlendConnector, **WORTH_IT)
+        half: Any = engine.half
+        text = prompt(1, 10 * TOKENS)
+        engine.serve("said", text, 2)
+        bench.hears()
+        first, second = asking(text, name="first"), asking(text, name="second")
+        assert half._match_runs(first, 0) == 10 * TOKENS
+        assert half._match_runs(second, 0) is None
+        half._drop(first)
+        assert half._match_runs(second, 0) == 10 * TOKENS
+        half._drop(second)
+        assert not half._loads.ahead._blocks
 
 
 def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None:
@@ -306,7 +325,7 @@ def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None
     engine = bench.engine()
     engine.serve("one", prompt(1, 4 * TOKENS), 2)
     bench.hears()
-    link, namespace = engine.half._link, engine.half._namespace
+    link, ahead, namespace = engine.half._link, engine.half._loads.ahead, engine.half._namespace
     keys = as_key_array(engine.half._math.keys(engine.requests["one"], 0, 4))
     runs = Runs(
         start=np.array([0, 2 * TOKENS]),
@@ -319,12 +338,12 @@ def test_leases_of_runs_that_are_not_reused_are_given_back(bench: Bench) -> None
         tokens_per_block=TOKENS,
     )
 
-    unheard = RunLookup(link, namespace, runs, "late")
+    unheard = RunLookup(link, ahead, namespace, runs, "late")
     assert unheard.found().task_ids == []  # nobody has listened to the answers
     unheard.abandon()
     eventually(bench.nothing_is_leased, "what is answered late stays leased")
 
-    lookup = RunLookup(link, namespace, runs, "in time")
+    lookup = RunLookup(link, ahead, namespace, runs, "in time")
 
     def is_settled() -> bool:
         link.poll(0.01)
@@ -356,7 +375,7 @@ def settled_lookup(engine: Engine) -> RunLookup:
         keys=as_key_array([*known, b"x" * 32]),
         tokens_per_block=TOKENS,
     )
-    lookup = RunLookup(link, namespace, runs, "r")
+    lookup = RunLookup(link, engine.half._loads.ahead, namespace, runs, "r")
 
     def is_settled() -> bool:
         link.poll(0.01)

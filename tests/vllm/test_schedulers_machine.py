@@ -347,7 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_of_lookups_are_counted(self) -> None:
         loads = self.engine.half._loads
-        ahead, number = loads._ahead, loads._link.number
+        ahead, number = loads.ahead, loads._link.number
         if ahead._connection == number:
             lookups = [each for each in loads._lookups.values() if each.connection == number]
             assert set(ahead._blocks) == {each.pending for each in lookups}

@@ -106,7 +106,7 @@ class Loads:
         self._link = link
         self._taints = taints
         self._all_workers = all_workers(identity.world_size)
-        self._ahead = Ahead(link)
+        self.ahead = Ahead(link)
         self._is_first = True  # nobody has asked at its turn in this step
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
@@ -123,7 +123,7 @@ class Loads:
         if request.request_id in self._lookups or not self._may_load(request):
             return
         computed = self._math.cached_on_device(request, pool)
-        if self._ahead.fits(self._missing_blocks(request, computed)):
+        if self.ahead.fits(self._missing_blocks(request, computed)):
             self._ask(request, namespace, computed)
 
     def match(
@@ -256,6 +256,13 @@ class Loads:
         self._sources[request.request_id] = {s: n for s, n in sources.items() if n}
         return keys
 
+    def may_ask(self, blocks: int) -> bool:
+        """Whether to ask for *blocks* of a request now. vLLM goes on to the next in line while one waits
+        for its answer, so what all of them keep has a bound, behind the first.
+        """
+        is_first, self._is_first = self._is_first, False
+        return is_first or self.ahead.fits(blocks)
+
     def take_plans(self) -> list[Load]:
         """The loads of the step that is scheduled now."""
         self._is_first = True
@@ -321,14 +328,8 @@ class Loads:
             self._drop(request_id)
 
     def _has_its_turn(self, request: Request, computed: int) -> bool:
-        """Whether to ask for *request* now. vLLM goes on to the next in line while one waits for its
-        answer, so what all of them keep has a bound, behind the first.
-        """
         blocks = self._missing_blocks(request, computed)
-        if blocks <= 0:
-            return True
-        is_first, self._is_first = self._is_first, False
-        return is_first or self._ahead.fits(blocks)
+        return blocks <= 0 or self.may_ask(blocks)
 
     def _missing_blocks(self, request: Request, computed: int) -> int:
         return self._findable_blocks(request) - computed // self._math.tokens
@@ -384,7 +385,7 @@ class Loads:
             self._lookups[request.request_id] = _Lookup(
                 pending, self._link.number, first, known, keys, is_second
             )
-            self._ahead.take(pending, len(keys))
+            self.ahead.take(pending, len(keys))
 
     def _settled(self, lookup: _Lookup) -> bool:
         """Whether there is an answer to act on: a full one, or the best that came in time."""
@@ -411,5 +412,5 @@ class Loads:
         """The lookup of the request, which is over."""
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
-            self._ahead.give_back(lookup.pending)
+            self.ahead.give_back(lookup.pending)
         return lookup

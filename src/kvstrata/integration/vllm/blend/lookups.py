@@ -12,6 +12,7 @@ from kvstrata.blend.runs import Runs
 from kvstrata.core.config import Config
 from kvstrata.core.keys import KeyArray
 from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.integration.vllm.ahead import Ahead
 from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.manager.tasks import UNSETTLED, TaskState
 from kvstrata.server import protocol as p
@@ -43,6 +44,7 @@ class RunLookup:
     def __init__(
         self,
         link: CacheLink,
+        ahead: Ahead,
         namespace: NamespaceId,
         runs: Runs,
         request_id: str,
@@ -50,6 +52,7 @@ class RunLookup:
     ) -> None:
         """*saving*: blocks that the server may only have in a moment, and does not find before."""
         self._link = link
+        self._ahead = ahead
         self._runs = runs
         self._saving = saving
         self.sent_at = time.monotonic()
@@ -58,6 +61,9 @@ class RunLookup:
             link.submit(p.GetMatch(0, namespace, keys.tobytes(), request_id[-256:]))
             for keys in _keys_of_runs(runs)
         ]
+        for pending, keys in zip(self._pending, _keys_of_runs(runs), strict=True):
+            if pending is not None:
+                ahead.take(pending, len(keys))
 
     @property
     def age_seconds(self) -> float:
@@ -119,8 +125,11 @@ class RunLookup:
     def abandon(self, but: Collection[int] = ()) -> None:
         """Give the leases back, and those that come late, of all tasks *but* these."""
         for pending in self._pending:
-            task_id = pending.status.task_id if pending and pending.status else None
-            if pending is not None and task_id not in but:
+            if pending is None:
+                continue
+            self._ahead.give_back(pending)
+            task_id = pending.status.task_id if pending.status else None
+            if task_id not in but:
                 self._link.abandon(pending, self.connection)
 
 

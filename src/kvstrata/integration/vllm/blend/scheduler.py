@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from kvstrata.blend.audit import Audit, Auditor
 from kvstrata.blend.plan import BlendPlan, Economy, ReusedRuns
+from kvstrata.blend.runs import Runs
 from kvstrata.blend.source_index import BLENDED_GENERATION
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.learning import Learning
@@ -47,6 +48,7 @@ class _Candidate:
     wish: Wish
     first_token: int  # behind the exact prefix, as of vLLM's last question
     result: str  # a value of metrics.BLEND_REQUESTS: why it is not blended, so far
+    runs: Runs | None = None  # to be asked for when it has its turn
     lookup: RunLookup | None = None  # None if blending it does not pay
     found: RunSlots | None = None
     plan: BlendPlan | None = None
@@ -160,6 +162,11 @@ class BlendScheduler(SchedulerHalf):
             self._drop(request)
             candidate = self._candidate(request, first_token)
             self._candidates[request.request_id] = candidate
+        if candidate.runs is not None:
+            if not self._loads.may_ask(len(candidate.runs.keys)):
+                return None
+            candidate.lookup = self._ask(request, candidate.runs)
+            candidate.runs = None
         lookup = candidate.lookup
         if lookup is None:
             return 0
@@ -192,14 +199,14 @@ class BlendScheduler(SchedulerHalf):
         runs = self._learning.runs(request, self._namespace, first_token)
         reused = ReusedRuns(runs.start, runs.length, runs.delta, np.zeros(len(runs), np.bool_))
         if self._pays(candidate, self._plan(request, reused, first_token)):
-            candidate.lookup = RunLookup(
-                self._link,
-                self._namespace,
-                runs,
-                request.request_id,
-                self._saves.under_way(),
-            )
+            candidate.runs = runs
         return candidate
+
+    def _ask(self, request: Request, runs: Runs) -> RunLookup:
+        saving = self._saves.under_way()
+        return RunLookup(
+            self._link, self._loads.ahead, self._namespace, runs, request.request_id, saving
+        )
 
     def _obstacle(self, request: Request, wish: Wish, first_token: int) -> str | None:
         """Why *request* is not blended, whatever is known of its tokens."""
