@@ -124,7 +124,7 @@ def test_ratios_and_cpu_time_of_traffic_were_printed() -> None:
     for line in cpu[2:]:
         for title, shown in zip(cpu[0][1:], line[1:], strict=True):
             row = ROWS[line[0].removeprefix("arrivals, "), title]
-            parts = ("CPU ms a request: engine", "client", "server")
+            parts = ("CPU ms a request: engine", "worker", "client", "server")
             if abs(sum(float(row[part]) for part in parts) - float(shown)) > 0.55:
                 wrong.append([line[0], title, shown])
     assert wrong == []
