@@ -124,13 +124,13 @@ MUTANTS = (
     Mutant(
         "lease: requests in line have all of host memory",
         "loads.py",
-        "if self._ahead.fits(self._missing_blocks(request, computed)):",
+        "if self.ahead.fits(self._missing_blocks(request, computed)):",
         "if True:",
     ),
     Mutant(
         "lease: all whose turn has come have all of host memory",
         "loads.py",
-        "return is_first or self._ahead.fits(blocks)",
+        "return is_first or self.ahead.fits(blocks)",
         "return True",
     ),
     Mutant(
