@@ -209,7 +209,7 @@ class Config(BlendFields):
         default=2.0,
         description=(
             "Longest time in seconds that a request waits for blocks to come from below host "
-            "memory; then it is computed instead."
+            "memory, and then for them to be copied into the device; then it is computed instead."
         ),
         examples=["2"],
     )
