@@ -192,7 +192,7 @@ SURFACE: Final[Surface] = {
     },
     "vllm.v1.core.kv_cache_utils": {
         "BlockHash": "",
-        "KVCacheBlock": "",
+        "KVCacheBlock": "ref_cnt",
         "generate_block_hash_extra_keys": "",
         "hash_block_tokens": "",
         "init_none_hash": "",
