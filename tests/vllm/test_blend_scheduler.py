@@ -511,4 +511,5 @@ def test_a_step_that_also_blends_does_not_say_how_fast_prompts_are_computed(
     half.plan(step)
     assert half._rate.tokens_per_second is None
     half.plan(step)
-    assert half._rate.tokens_per_second > 0
+    measured = half._rate.tokens_per_second
+    assert measured is not None
