@@ -1,13 +1,30 @@
-"""A store that tests hold up, or take away."""
+"""Stores that tests hold up, or take away."""
 
 import threading
 from collections.abc import Sequence
 
+import pytest
 from tests.caches import BLOCK_BYTES, PATIENCE_SECONDS
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import NamespaceId, Read, StoreKey
+from kvstrata.storage.disk import DiskStore
 from kvstrata.testing.memory import MemoryStore, Value
+
+
+class HeldDrops:
+    """From now on a disk drops a namespace when ``go`` is set; ``begun``: it has been told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        drop = DiskStore.drop_namespace
+
+        def held(store: DiskStore, namespace: NamespaceId) -> int:
+            self.begun.set()
+            assert self.go.wait(PATIENCE_SECONDS)
+            return drop(store, namespace)
+
+        monkeypatch.setattr(DiskStore, "drop_namespace", held)
 
 
 class GatedStore(MemoryStore):

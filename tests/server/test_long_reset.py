@@ -1,17 +1,16 @@
 """A reset whose drop takes minutes, as that of millions of blocks in an object store may."""
 
 import contextlib
-import threading
 from pathlib import Path
 
 import pytest
 from tests.caches import ALICE, BOB, PATIENCE_SECONDS, config, eventually, keys
+from tests.gated import HeldDrops
 from tests.server.harness import engine, serving, worker
 
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient, Pending
-from kvstrata.storage.disk import DiskStore
 
 
 def saved(client: ManagerClient, namespace: bytes) -> int:
@@ -34,14 +33,7 @@ def is_answered(client: ManagerClient, asked: Pending) -> bool:
 def test_engine_uses_the_cache_while_its_old_blocks_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, go, drop = threading.Event(), threading.Event(), DiskStore.drop_namespace
-
-    def held(store: DiskStore, namespace: bytes) -> int:
-        entered.set()
-        assert go.wait(PATIENCE_SECONDS)
-        return drop(store, namespace)
-
-    monkeypatch.setattr(DiskStore, "drop_namespace", held)
+    drops = HeldDrops(monkeypatch)
     path = tmp_path / "s"
     with (
         serving(config(8, tmp_path / "kv"), path),
@@ -50,10 +42,10 @@ def test_engine_uses_the_cache_while_its_old_blocks_are_dropped(
     ):
         assert [saved(client, ALICE) for _ in range(2)] == [0, 1]
         reset = client.submit(p.Reset(0, ALICE))
-        assert entered.wait(PATIENCE_SECONDS)
+        assert drops.begun.wait(PATIENCE_SECONDS)
         assert [saved(client, namespace) for namespace in (ALICE, BOB) * 2] == [0, 0, 1, 1]
         assert not is_answered(client, reset)
-        go.set()
+        drops.go.set()
         eventually(lambda: is_answered(client, reset), "no answer")
         assert isinstance(reset.reply, p.Number | p.Refused)  # refused if a writer came first
         assert saved(client, ALICE) == 1

@@ -18,6 +18,7 @@ from tests.caches import (
     load,
     save,
 )
+from tests.gated import HeldDrops
 
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import StoreKey, Write
@@ -176,21 +177,14 @@ def test_reset_while_a_drop_is_made_owes_another(
     manager: KVManager, disk: HeldDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drop may have passed what another server has written to a shared tier by then."""
-    entered, go, drop = threading.Event(), threading.Event(), DiskStore.drop_namespace
-
-    def held(store: DiskStore, namespace: bytes) -> int:
-        entered.set()
-        assert go.wait(PATIENCE_SECONDS)
-        return drop(store, namespace)
-
-    monkeypatch.setattr(DiskStore, "drop_namespace", held)
+    drops = HeldDrops(monkeypatch)
     first, second = (threading.Thread(target=manager.reset, args=[ALICE]) for _ in range(2))
     first.start()
-    assert entered.wait(PATIENCE_SECONDS)
+    assert drops.begun.wait(PATIENCE_SECONDS)
     second.start()
     owed = manager._lower["disk"]._owed_drops
     eventually(lambda: owed[ALICE] == 2, "the second reset is not heard of")
-    go.set()
+    drops.go.set()
     first.join(PATIENCE_SECONDS)
     second.join(PATIENCE_SECONDS)
     assert disk.log == ["drop"] * 2
@@ -205,14 +199,7 @@ def test_writers_do_not_wait_for_a_drop_that_somebody_else_makes(
 ) -> None:
     """Nor tell of a write that does not end: there is none. And then they go on."""
     monkeypatch.setattr(cascade, "_FORGET_SECONDS", 0.05)
-    entered, go, drop = threading.Event(), threading.Event(), DiskStore.drop_namespace
-
-    def held(store: DiskStore, namespace: bytes) -> int:
-        entered.set()
-        assert go.wait(PATIENCE_SECONDS)
-        return drop(store, namespace)
-
-    monkeypatch.setattr(DiskStore, "drop_namespace", held)
+    drops = HeldDrops(monkeypatch)
 
     def reset() -> None:
         with contextlib.suppress(TierUnavailable):  # a writer may have come first
@@ -220,11 +207,11 @@ def test_writers_do_not_wait_for_a_drop_that_somebody_else_makes(
 
     resetting = threading.Thread(target=reset)
     resetting.start()
-    assert entered.wait(PATIENCE_SECONDS)
+    assert drops.begun.wait(PATIENCE_SECONDS)
     for prompt in range(4):
         save(manager, BOB, keys(prompt))
-        assert not go.wait(0.1)  # time to do wrong
-    go.set()
+        assert not drops.go.wait(0.1)  # time to do wrong
+    drops.go.set()
     disk.go.set()
     resetting.join(PATIENCE_SECONDS)
     written(manager)

@@ -1,12 +1,15 @@
 """What the scheduler half has loaded, and when it asks for nothing."""
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, all_are_settled, in_all_modes, prompt, start
+from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
 from vllm.v1.request import Request
 
@@ -203,19 +206,30 @@ def test_what_one_node_has_computed_is_loaded_on_another(
             assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
 
 
-def test_what_had_no_room_when_a_request_came_is_loaded_once_it_has_its_turn(folder: Path) -> None:
-    """Host memory takes four of five prompts from the tier below, and others have all of it."""
+@contextmanager
+def crowded(folder: Path, ends: Sequence[int]) -> Iterator[tuple[Bench, Engine, list[int]]]:
+    """Host memory takes four of five prompts of 10 blocks from the tier below, and has not the first one.
+
+    Others lease the blocks of prompts 1 to 4 up to *ends*; their tasks.
+    """
     with start(folder, 40, shared=folder / "shared", recompute="never") as bench:
-        engine, manager = bench.engine(remote_lookup_seconds=20), bench.manager
-        for seed in range(5):  # host memory has not the first one
+        engine = bench.engine(remote_lookup_seconds=20)
+        for seed in range(5):
             engine.serve(f"a{seed}", prompt(seed, 83), 1)
-            assert manager._lower["remote"].drain(PATIENCE_SECONDS)
+            assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
         engine.forget_device()
         math, namespace = engine.half._math, engine.half._namespace
         others = [
-            manager.get_match(namespace, math.keys(engine.requests[f"a{seed}"], 0, 10)).task_id
-            for seed in range(1, 5)
+            bench.manager.get_match(namespace, math.keys(engine.requests[f"a{seed}"], 0, end))
+            for seed, end in enumerate(ends, 1)
         ]
+        yield bench, engine, [other.task_id for other in others]
+
+
+def test_what_had_no_room_when_a_request_came_is_loaded_once_it_has_its_turn(folder: Path) -> None:
+    """Others have all of host memory."""
+    with crowded(folder, [10] * 4) as (bench, engine, others):
+        manager = bench.manager
         found = manager.wait(others, PATIENCE_SECONDS)
         assert [len(found[task_id].slots) for task_id in others] == [10] * 4
         engine.add("b", prompt(0, 83), 1)
@@ -233,18 +247,9 @@ def test_what_had_no_room_when_a_request_came_is_loaded_once_it_has_its_turn(fol
 def test_what_had_room_is_loaded_though_the_server_is_too_slow_to_be_asked_for_more(
     folder: Path,
 ) -> None:
-    """Host memory takes four of five prompts from the tier below, and others have all but 5 blocks."""
-    with start(folder, 40, shared=folder / "shared", recompute="never") as bench:
-        engine, manager = bench.engine(remote_lookup_seconds=20), bench.manager
-        for seed in range(5):  # host memory has not the first one
-            engine.serve(f"a{seed}", prompt(seed, 83), 1)
-            assert manager._lower["remote"].drain(PATIENCE_SECONDS)
-        engine.forget_device()
-        math, namespace = engine.half._math, engine.half._namespace
-        others = [
-            manager.get_match(namespace, math.keys(engine.requests[f"a{seed}"], 0, end)).task_id
-            for seed, end in [(1, 5), (2, 10), (3, 10), (4, 10)]
-        ]
+    """Others have all but 5 blocks of host memory."""
+    with crowded(folder, [5, 10, 10, 10]) as (bench, engine, others):
+        manager = bench.manager
         manager.wait(others, PATIENCE_SECONDS)
         engine.add("b", prompt(0, 83), 1)
         eventually(lambda: all_are_settled(engine), "the tier below does not answer")

@@ -124,12 +124,18 @@ def test_server_that_answers_again_is_used_again(
     assert engine.serve("c", prompt(1, 60), 2) == 56
 
 
-def test_what_a_server_has_answered_is_loaded_though_it_is_slow_now(bench: Bench) -> None:
+def with_answer(bench: Bench) -> Engine:
+    """Its request *b*, which asks for what *a* was, has been answered and is not scheduled yet."""
     engine = bench.engine()
     engine.serve("a", prompt(1, 60), 2)
     engine.forget_device()
     engine.add("b", prompt(1, 60), 2)
     eventually(lambda: all_are_settled(engine), "no answer comes")
+    return engine
+
+
+def test_what_a_server_has_answered_is_loaded_though_it_is_slow_now(bench: Bench) -> None:
+    engine = with_answer(bench)
     engine.half._link.too_slow()  # as a lookup or a save of another request finds
     assert not engine.half._link.ready
     engine.step()
@@ -139,11 +145,7 @@ def test_what_a_server_has_answered_is_loaded_though_it_is_slow_now(bench: Bench
 
 
 def test_what_a_server_that_is_gone_has_answered_is_not_loaded(bench: Bench) -> None:
-    engine = bench.engine()
-    engine.serve("a", prompt(1, 60), 2)
-    engine.forget_device()
-    engine.add("b", prompt(1, 60), 2)
-    eventually(lambda: all_are_settled(engine), "no answer comes")
+    engine = with_answer(bench)
     link = engine.half._link
     assert link._client is not None
     link._client.shutdown()
