@@ -6,25 +6,21 @@ settings, a ``counts_path`` (``counts.Counts``).
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ReqMeta
 from vllm.forward_context import ForwardContext
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.bench.counts import Counts
 
 
 class CountedExampleConnector(ExampleConnector):  # type: ignore[misc]  # vLLM's types are Any
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        if role is KVConnectorRole.WORKER:
-            self._counts = Counts(self._kv_transfer_config.kv_connector_extra_config["counts_path"])
+    @cached_property
+    def _counts(self) -> Counts:
+        """The worker's: nobody else is asked to load or to store."""
+        return Counts(self._kv_transfer_config.kv_connector_extra_config["counts_path"])
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)

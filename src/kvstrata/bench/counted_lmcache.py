@@ -6,26 +6,20 @@ them already, so they are counted here. Used with ``"kv_connector_module_path":
 ``counts_path`` (``counts.Counts``).
 """
 
+from functools import cached_property
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector import LMCacheMPConnector
 from vllm.forward_context import ForwardContext
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.bench.counts import Counts
 
 
 class CountedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]  # vLLM's types are Any
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        if role is KVConnectorRole.WORKER:
-            settings = self._kv_transfer_config.kv_connector_extra_config
-            self._token_bytes = int(settings["token_bytes"])
-            self._counts = Counts(settings["counts_path"])
+    @cached_property
+    def _counts(self) -> Counts:
+        """The worker's: nobody else is asked to load or to store."""
+        return Counts(self._kv_transfer_config.kv_connector_extra_config["counts_path"])
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -39,4 +33,5 @@ class CountedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]  # vLLM
         """Of all that this step is to move in *direction*, without what the device has already."""
         moves = (r.op for r in self._get_connector_metadata().requests if r.direction == direction)
         tokens: int = sum(move.end - move.start - move.skip_first_n_tokens for move in moves)
-        return tokens * self._token_bytes
+        token_bytes: int = self._kv_transfer_config.kv_connector_extra_config["token_bytes"]
+        return tokens * token_bytes
