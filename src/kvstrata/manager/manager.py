@@ -293,9 +293,8 @@ class KVManager:
             if self.operator.is_draining or not self._sessions.can_transfer(owner):
                 return TaskStatus(0, TaskState.FAILED)
             self._moves.expire()
-            self._limit(
-                namespace
-            )  # a reset has lifted the quota, and not every engine goes elsewhere
+            # A reset by another engine has lifted the quota, and this one goes on here.
+            self._limit(namespace)
             offer = Offer(namespace, asked, parent, request, prompt_blocks)
             status = self._puts.match(offer, owner)
             self._recorder.put(namespace, asked, parent)
