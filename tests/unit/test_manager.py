@@ -199,6 +199,19 @@ def test_failed_load_drops_its_blocks_because_of_the_doubt(manager: KVManager) -
     assert count(manager, "failed_loads_total") == 1
 
 
+def test_load_that_was_given_up_is_counted_and_costs_the_cache_nothing(manager: KVManager) -> None:
+    save(manager, ALICE, keys(1, 2))
+    task = manager.get_match(ALICE, keys(1, 2))
+    manager.launch([task.task_id])
+    manager.cancel([task.task_id])
+    assert manager.stats().leased_blocks == 2
+    manager.complete([task.task_id])
+    assert manager.stats().leased_blocks == 0
+    assert count(manager, "failed_loads_total") == 1
+    assert count(manager, "loaded_blocks_total") == 0
+    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+
+
 def test_failed_load_leaves_blocks_that_another_is_reading(manager: KVManager) -> None:
     save(manager, ALICE, keys(1))
     first, second = (manager.get_match(ALICE, keys(1)) for _ in range(2))

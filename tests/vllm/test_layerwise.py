@@ -188,6 +188,7 @@ def test_a_load_that_is_late_is_stopped_and_computed(bench: Bench) -> None:
     half._settings = replace(half._settings, load_timeout_seconds=0.01)
     engine.serve("b", prompt(1, 60), 2)
     assert bench.counters()["kvstrata_failed_loads_total"] == 1
+    assert bench.counters()["kvstrata_saved_blocks_total"] == 7  # none is lost and saved again
 
 
 def test_requests_that_share_a_failed_load_are_all_computed(bench: Bench) -> None:

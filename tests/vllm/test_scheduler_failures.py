@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually, host_slot, known
 from tests.vllm.bench import Bench, prompt, start
-from tests.vllm.faults import Again, Copies
+from tests.vllm.faults import Again, Clock, Copies
 from tests.vllm.plans import copiers
 from vllm.v1.request import RequestStatus
 
@@ -53,6 +53,43 @@ def test_what_fails_on_one_rank_alone_is_computed_by_all_and_not_kept(folder: Pa
         assert ranks[0].seen["failed loads of rank 0"] == 0
         assert ranks[1].seen["failed loads of rank 1"] == 1
         assert bench.counters()["kvstrata_failed_loads_total"] == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_that_is_late_is_computed_and_its_blocks_stay_unless_a_rank_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "_COPY_HERE_BYTES", 0)  # or nobody could let them go
+    with start(folder, 400, ranks=2) as bench:
+        engine = bench.engine(ranks=2)
+        engine.serve("a", prompt(1, 60), 2)
+        saved = bench.saved_keys()
+        engine.forget_device()
+        late, other, clock = Copies(engine, 0), Copies(engine, 1), Clock()
+        engine.runner.ranks[0].half._clock = clock
+        other.failing_loads = int(fails)
+        late.hold()
+        engine.add("b", prompt(1, 60), 2)
+
+        def is_held() -> bool:
+            engine.step()
+            return late.seen["held copies"] > 0
+
+        eventually(is_held, "no load begins")
+        clock.jump(1000.0)
+        for _ in range(20):
+            engine.step()
+            time.sleep(0.005)  # for the other rank, and for the server
+        assert bench.manager.stats().leased_blocks == 7
+        assert engine.requests["b"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        late.go()
+        engine.run()
+        assert bench.counters()["kvstrata_failed_loads_total"] == 1
+        assert bench.counters()["kvstrata_saved_blocks_total"] == (14 if fails else 7)
+        assert bench.saved_keys() == saved
+        assert bench.check_saved_bytes(engine) == 7
+        engine.forget_device()
+        assert engine.serve("c", prompt(1, 60), 2) == 56
 
 
 def test_a_report_that_comes_twice_stands_for_no_other_rank(folder: Path) -> None:

@@ -447,7 +447,7 @@ def test_a_load_that_is_not_asked_for_by_its_deadline_is_stopped(
     half.collect()
     report = half.report()
     driver.run_all()
-    assert report == WorkerReport(load_done={2: 1}, load_failed={2})
+    assert report == WorkerReport(load_done={2: 1}, load_given_up={2})
     assert half.take_invalid_blocks() == {4, 5, 6}
     half.shutdown()
 

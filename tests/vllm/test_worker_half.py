@@ -401,8 +401,28 @@ def test_late_load_is_failed_only_once_its_copy_has_stopped(bench: Bench, rank: 
     assert rank.half.collect() == (set(), set())
     assert rank.half.report() is None
     gate.go.set()
-    assert rank.drain()[:2] == ({"r1"}, {"r1"})
+    assert rank.drain() == ({"r1"}, {"r1"}, WorkerReport(load_done={1: 1}, load_given_up={1}))
     assert gate.calls == [("load", [1, 2, 3])]
+
+
+@pytest.mark.parametrize("problem", ["stale", "error"])
+def test_late_load_whose_copy_ends_in_doubt_is_not_only_late(
+    bench: Bench, rank: Rank, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    def broken(device_blocks: list[int], rows: np.ndarray) -> None:
+        raise OSError("no")
+
+    gate = rank.gate()
+    if problem == "error":
+        monkeypatch.setattr(gate.inner, "copy_to_device", broken)
+    wanted = load(device_blocks=[1, 2, 3, 4, 5, 6], slots=[0, 1], generations=[10, 11])
+    rank.half.start_load(StepPlan(SERVER, loads=[wanted]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    bench.clock.now += TIMEOUT_SECONDS
+    rank.half.collect()
+    bench.mapping.generations[0] += problem == "stale"
+    gate.go.set()
+    assert rank.drain() == ({"r1"}, {"r1"}, WorkerReport(load_done={1: 1}, load_failed={1}))
 
 
 def test_load_that_never_began_is_failed_at_its_deadline(bench: Bench, rank: Rank) -> None:
@@ -415,7 +435,7 @@ def test_load_that_never_began_is_failed_at_its_deadline(bench: Bench, rank: Ran
     bench.clock.now += 0.001
     assert rank.half.collect() == ({"r2"}, {"r2"})
     gate.go.set()
-    assert rank.drain()[2] == WorkerReport({1: 1}, {}, {2: 1}, {2})
+    assert rank.drain()[2] == WorkerReport(saved={1: 1}, load_done={2: 1}, load_given_up={2})
     assert gate.calls == [("save", [1, 2, 3])]
 
 
@@ -549,6 +569,7 @@ def test_plans_after_shutdown_fail(rank: Rank) -> None:
     rank.half.shutdown()
     rank.half.start_load(StepPlan(SERVER, loads=[load()]))
     assert rank.half.collect() == ({"r1"}, {"r1"})
+    assert rank.half.report() == WorkerReport(load_done={1: 1}, load_given_up={1})
 
 
 def test_task_keeps_the_mapping_it_began_with(bench: Bench, rank: Rank) -> None:
@@ -593,17 +614,17 @@ def test_cache_of_another_device_is_refused(config: VllmConfig) -> None:
 
 
 def test_reports_of_all_workers_add_up() -> None:
-    first = WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set())
-    second = WorkerReport({1: 2}, {}, {3: 2, 4: 2}, {4})
-    assert first.aggregate(second) == WorkerReport({1: 3, 2: 1}, {2: 0}, {3: 3, 4: 2}, {4})
+    first = WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set(), {3})
+    second = WorkerReport({1: 2}, {}, {3: 2, 4: 2}, {4}, {5})
+    assert first.aggregate(second) == WorkerReport({1: 3, 2: 1}, {2: 0}, {3: 3, 4: 2}, {4}, {3, 5})
     assert first.aggregate(first) == first
-    assert first == WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set())
+    assert first == WorkerReport({1: 1, 2: 1}, {2: 0}, {3: 1}, set(), {3})
 
 
 def test_messages_survive_the_way_between_processes() -> None:
     step = StepPlan(SERVER, loads=[load()], saves=[save()], idle=True)
     assert pickle.loads(pickle.dumps(step)) == step
-    report = WorkerReport({1: 1}, {1: 0}, {2: 1}, {2})
+    report = WorkerReport({1: 1}, {1: 0}, {2: 1}, {2}, {3})
     assert pickle.loads(pickle.dumps(report)) == report
 
 

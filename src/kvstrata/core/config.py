@@ -209,7 +209,8 @@ class Config(BlendFields):
         default=2.0,
         description=(
             "Longest time in seconds that a request waits for blocks to come from below host "
-            "memory, and then for them to be copied into the device; then it is computed instead."
+            "memory, and then for them to be copied into the device; then it is computed instead. "
+            "What came too late stays in the cache."
         ),
         examples=["2"],
     )

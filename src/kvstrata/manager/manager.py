@@ -339,7 +339,8 @@ class KVManager:
 
         The caller vouches that nobody will copy for those that are not running. One that is
         running is ``STOPPING`` until ``complete`` or ``fail`` tells that the copies have ended;
-        what they copied does not count.
+        what they copied does not count. A load then counts as failed; only after ``fail`` are its
+        blocks dropped.
         """
         with self._lock:
             self._moves.cancel(task_ids, owner)

@@ -116,7 +116,7 @@ class Moves:
             loaded = min(blocks, task.launched_blocks)
             self._gains.loaded(task, loaded, self._sessions.blocks_per_second(task.owner))
         lost = task.held[blocks:]
-        if len(lost):
+        if len(lost) or not counts:
             self._cache.counters.add(metrics.FAILED_LOADS, 1)
         self._gets.end(task, state)
         self._pins.give_up(lost)

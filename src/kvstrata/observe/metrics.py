@@ -45,7 +45,8 @@ LOADED_BLOCKS: Final = Metric(
     "kvstrata_loaded_blocks_total", "Blocks that engines have loaded from host memory."
 )
 FAILED_LOADS: Final = Metric(
-    "kvstrata_failed_loads_total", "Loads that an engine reported as failed; it recomputed them."
+    "kvstrata_failed_loads_total",
+    "Loads that an engine reported as failed, or gave up as too late; it recomputed them.",
 )
 SAVED_BLOCKS: Final = Metric("kvstrata_saved_blocks_total", "Blocks that engines have saved.")
 SHED_BLOCKS: Final = Metric(

@@ -17,7 +17,7 @@ from kvstrata.integration.vllm.awaits import Awaits
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.link import CacheLink
-from kvstrata.integration.vllm.metadata import Load, all_workers
+from kvstrata.integration.vllm.metadata import Load, WorkerReport, all_workers
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.spans import Origin, RequestSpans, lowest_tier
 from kvstrata.integration.vllm.taint import TaintChain
@@ -80,6 +80,7 @@ class _RunningLoad:
     tier: str  # the lowest that some of it comes from
     began_at: float = field(default_factory=time.monotonic)
     failed: bool = False
+    given_up: bool = False
 
 
 class Loads:
@@ -281,32 +282,40 @@ class Loads:
         """The tiers that the tokens just promised to vLLM come from."""
         return self._sources.pop(request_id, {})
 
-    def ended(self, done: dict[int, int], failed: set[int]) -> list[BlockKey]:
-        """Workers report: *done* task id → bits of workers, *failed* task ids.
-
-        Returns the keys of the loads that have failed.
-        """
+    def ended(self, report: WorkerReport) -> list[BlockKey]:
+        """Workers report; returns the keys that the server may have lost."""
         lost: list[BlockKey] = []
-        for task_id, workers in done.items():
+        for task_id, workers in report.load_done.items():
             load = self._running.get(task_id)
             if load is None:
                 continue
             load.workers_left &= ~workers
-            load.failed = load.failed or task_id in failed
+            load.failed = load.failed or task_id in report.load_failed
+            load.given_up = load.given_up or task_id in report.load_given_up
             if load.workers_left:
                 continue
             del self._running[task_id]
+            is_miss = load.failed or load.given_up
             if self._spans is not None and load.origin is not None:
                 self._spans.loaded(
-                    load.origin, load.began_at, load.tier, len(load.keys), failed=load.failed
+                    load.origin, load.began_at, load.tier, len(load.keys), failed=is_miss
                 )
             if load.failed:
                 lost += load.keys
-                if load.request_id is not None:
-                    self._refused.add(load.request_id)
+            if is_miss and load.request_id is not None:
+                self._refused.add(load.request_id)
             if load.connection == self._link.number:
-                self._link.tell(p.Fail([task_id]) if load.failed else p.Complete([task_id]))
+                self._tell_end(task_id, load)
         return lost
+
+    def _tell_end(self, task_id: int, load: _RunningLoad) -> None:
+        """No worker reads the slots any more."""
+        if load.failed:
+            self._link.tell(p.Fail([task_id]))
+            return
+        if load.given_up:  # nothing was loaded, and nothing is wrong with the blocks
+            self._link.tell(p.Cancel([task_id]))
+        self._link.tell(p.Complete([task_id]))
 
     def is_loading(self, request_id: str) -> bool:
         """Whether workers are still to fill, or have failed to fill, blocks of the request."""

@@ -71,13 +71,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
     A task is over when ``saved`` or ``load_done`` has the bit of every worker: only then does
     nobody read or write its device blocks and slots any more. A report that comes twice stands for
     no other worker. It failed if any worker says so; of a failed save the leading blocks that all
-    workers have copied can be kept.
+    workers have copied can be kept. A load that was given up, and has failed nowhere, puts nothing
+    that it was to read in doubt.
     """
 
     saved: dict[int, int] = field(default_factory=dict)  # task id -> bits of workers, ok or not
     save_failed: dict[int, int] = field(default_factory=dict)  # task id -> leading blocks copied
     load_done: dict[int, int] = field(default_factory=dict)  # task id -> bits of workers, ok or not
     load_failed: set[int] = field(default_factory=set)
+    load_given_up: set[int] = field(default_factory=set)  # it was late, or found no room
     hook_failed: bool = False
     audits: dict[int, Audit] = field(default_factory=dict)  # of blended requests, by task id
 
@@ -90,6 +92,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             save_failed=_least(self.save_failed, other.save_failed),
             load_done=_united(self.load_done, other.load_done),
             load_failed=self.load_failed | other.load_failed,
+            load_given_up=self.load_given_up | other.load_given_up,
             hook_failed=self.hook_failed or other.hook_failed,
             audits=self.audits | other.audits,
         )

@@ -198,7 +198,7 @@ class SchedulerHalf:
         return StepPlan(server_id, loads, saves, idle=idle)
 
     def worker_report(self, report: WorkerReport) -> None:
-        self._saves.doubt(self._loads.ended(report.load_done, report.load_failed))
+        self._saves.doubt(self._loads.ended(report))
         saved = self._saves.ended(report.saved, report.save_failed)
         if self._events is not None:
             self._events.expect(saved)

@@ -28,7 +28,13 @@ from kvstrata.integration.vllm.layerwise import LayerLoad, LayerSaves
 from kvstrata.integration.vllm.metadata import NULL_BLOCK, Save, StepPlan, WorkerReport
 from kvstrata.integration.vllm.pieces import Piece, Pieces
 from kvstrata.integration.vllm.ranks import Region
-from kvstrata.integration.vllm.worker_tasks import Parts, WorkerTask, note_doubts, problem_of
+from kvstrata.integration.vllm.worker_tasks import (
+    Parts,
+    WorkerTask,
+    is_doubt,
+    note_doubts,
+    problem_of,
+)
 from kvstrata.observe.seldom import SeldomWarning
 from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.near import bring_near
@@ -317,7 +323,7 @@ class WorkerHalf:
             for piece in split():
                 handle = begin(make_job(slots, piece.runs, after), lane)
                 if handle.outcome is Outcome.REFUSED:
-                    self._fail(task, "too many copies are waiting", len(task.jobs))
+                    self._fail(task, problem_of(handle), len(task.jobs))
                     break
                 task.jobs.append(handle)
                 task.blocks.append(piece.blocks)
@@ -475,6 +481,7 @@ class WorkerHalf:
 
         Those of a save before job *first* go on: what they copy can be kept.
         """
+        task.in_doubt = task.in_doubt or is_doubt(problem)
         if task.failed:
             return
         task.failed = True
@@ -497,7 +504,9 @@ class WorkerHalf:
         del self._loads[task.task_id]
         self._report.load_done[task.task_id] = self.bit
         if task.failed:
-            self._report.load_failed.add(task.task_id)
+            report = self._report
+            failed = report.load_failed if task.in_doubt else report.load_given_up
+            failed.add(task.task_id)
         if task.at_once:  # vLLM waits for no word of it, and asks for bad blocks alone
             if task.failed:
                 self._invalid |= {*task.device_blocks} - {NULL_BLOCK}

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstrata.transfer.guarded import Copied
-from kvstrata.transfer.lanes import Handle
+from kvstrata.transfer.lanes import Handle, Outcome
 from kvstrata.transfer.layered import Part
 
-__all__ = ["Parts", "WorkerTask", "note_doubts", "problem_of"]
+__all__ = ["Parts", "WorkerTask", "is_doubt", "note_doubts", "problem_of"]
+
+_STOPPED: Final = Copied.STOPPED.value
+_REFUSED: Final = "too many copies are waiting"
+_NO_DOUBTS: Final = (_STOPPED, _REFUSED)
 
 
 @dataclass(slots=True)
@@ -22,6 +27,7 @@ class WorkerTask:
     blocks: list[int] = field(default_factory=list)  # of each job
     pending: int = 0  # jobs that have not ended
     failed: bool = False
+    in_doubt: bool = False  # it failed, and not for want of time or room alone
     at_once: bool = False  # a load whose request runs in this very step
     is_shared: bool = False  # its jobs copy other tasks too, and note their doubts here
     doubt: object = None
@@ -60,6 +66,13 @@ def problem_of(handle: Handle[Copied]) -> object | None:
     """Why the job's copy must not be believed; None if it is whole."""
     if handle.error is not None:
         return handle.error
+    if handle.outcome is Outcome.REFUSED:
+        return _REFUSED
     if handle.result is Copied.WHOLE:
         return None
-    return Copied.STALE.value if handle.result is Copied.STALE else Copied.STOPPED.value
+    return Copied.STALE.value if handle.result is Copied.STALE else _STOPPED
+
+
+def is_doubt(problem: object) -> bool:
+    """Whether *problem* is one of the bytes, and not of a copy that lacked time or room."""
+    return problem not in _NO_DOUBTS
