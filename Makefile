@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	&& { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv servers demo test lint operations format unit nightly fuzz gpu bench docs references clean
+.PHONY: help .venv servers demo test lint operations format unit nightly fuzz commands gpu bench docs references clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | sort | expand -t 20
@@ -67,6 +67,9 @@ SECONDS_OF_FUZZING ?= 60
 fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
 	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz.fuzz_frames -max_total_time=$(SECONDS_OF_FUZZING) \
 		-max_len=1024 -len_control=0
+
+commands: servers ## Run what the documentation tells users to start: engines, servers, benches (an hour and more)
+	$(BIN)/pytest -p no:randomly -rA -o faulthandler_timeout=0 tests/docs/commands.py
 
 # Not from .venv, whose torch is a CPU build.
 GPU_PYTHON ?= python3

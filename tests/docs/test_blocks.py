@@ -53,36 +53,36 @@ ARGUMENTS_NOT_RUN: Final = {
     ): "needs to know how a real engine hashes; tests/vllm/test_prompt_keys.py",
 }
 OURS: Final = {
-    "bench": "parsed; takes minutes, and `tests/cli/test_bench.py` has shorter ones",
+    "bench": "parsed; takes minutes, started by `make commands`; `tests/cli/test_bench.py` has shorter ones",
     "check": "run, on the directories of a store",
-    "demo": "parsed; takes minutes, and `tests/cli/test_demo.py` has engines that only report",
+    "demo": "parsed; takes minutes, started by `make commands`; `tests/cli/test_demo.py` has engines that only report",
     "doctor": "run, with settings that the machine can hold",
     "gc": "run, on a bucket",
-    "page": "parsed; runs until it is stopped, and `tests/page` starts one",
-    "replay": "parsed; where what it prints is shown, it is run and has to print that",
-    "serve": "asked what it would start, as if all its memory, disks and servers were there",
-    "server": "its settings are read; it would run until it is stopped",
-    "warm": "run, against a server; with prompts parsed only, since that asks a real engine",
+    "page": "parsed; runs until it is stopped, started by `make commands`; `tests/page` starts one, too",
+    "replay": "parsed; where what it prints is shown, it is run and has to print that, else `make commands` runs it",
+    "serve": "asked what it would start, as if all its memory, disks and servers were there; started by `make commands`",
+    "server": "its settings are read; it would run until it is stopped, started by `make commands`",
+    "warm": "run, against a server; with prompts, which asks a real engine, by `make commands`",
 } | dict.fromkeys(SERVED - {"warm"}, "run, against a server")
 PROGRAMS: Final = {
-    "chmod": "belongs to the line that it follows",
-    "curl": "asks an engine, which would have to be started; `tests/cli/test_serve_http.py` asks one",
+    "chmod": "belongs to the line that it follows; run by `make commands`",
+    "curl": "asks an engine, which `make commands` starts; `tests/cli/test_serve_http.py` asks one",
     "docker": "needs a daemon; `tests/deploy` checks the file",
     "grep": "filters what `curl` prints",
     "install": "writes to `/etc` and `/usr`; `tests/deploy` checks the files",
     "kubectl": "needs a cluster; `tests/deploy` checks the files",
     "make": "installs, tests or measures for minutes; the target has to be one of the Makefile",
     "mkdir": "makes a directory in `/run`",
-    "openssl": "is not ours",
-    "pip": "would change what is installed; what is in brackets has to be an extra",
+    "openssl": "is not ours; run by `make commands`",
+    "pip": "would change what is installed; what is in brackets has to be an extra; `make commands` has pip find all of it",
     "pytest": "would run tests within tests; the files have to be there",
-    "python": "measures for minutes or asks an engine; the program has to be there and know the options",
+    "python": "measures for minutes or asks an engine; the program has to be there and know the options; run by `make commands`",
     "sudo": "becomes another user; the command behind it is parsed",
     "systemctl": "needs a running systemd; `tests/deploy` checks the units",
     "systemd-sysusers": "makes users; `tests/deploy` has it look at the file",
-    "vllm": "starts an engine; vLLM parses the options, and the settings of the connector are read",
+    "vllm": "starts an engine, by `make commands`; vLLM parses the options, and the settings of the connector are read",
 }
-"""None of these is run."""
+"""None of these is run by `make test`."""
 
 
 def of(*programs: str) -> list[Command]:
