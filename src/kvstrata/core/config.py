@@ -178,7 +178,7 @@ class Config(BlendFields):
             "no other connector beside KVStrata; CUDA graphs become piecewise. A load that fails "
             "empties vLLM's prefix cache. "
             "`auto`: on a GPU the same as `blockwise`. Where vLLM computes on a CPU, under the "
-            "conditions of `layerwise`, up to 32 MiB a step are copied before its forward, which runs "
+            "conditions of `layerwise`, up to 128 MiB a step are copied before its forward, which runs "
             "their requests; all else is `blockwise`."
         ),
         examples=["layerwise"],

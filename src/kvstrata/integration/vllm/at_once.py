@@ -16,7 +16,7 @@ from kvstrata.integration.vllm.layerwise import obstacle_to_taking_back
 
 __all__ = ["AtOnce", "blocks_at_once"]
 
-_STEP_BYTES: Final = 32 << 20  # that a step copies before its forward: all its requests wait for it
+_STEP_BYTES: Final = 128 << 20  # that a step copies before its forward; its requests wait for it
 
 
 def blocks_at_once(
