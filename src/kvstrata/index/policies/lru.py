@@ -8,6 +8,8 @@ from kvstrata.index.policies.base import MayLeave, search
 class LRU:
     """An ``EvictionPolicy``: the block that was not used for longest goes first.
 
+    One that others continue from, met before them, counts as just used (docs/adr/0006).
+
     Twelve bytes for each id at most.
     """
 
