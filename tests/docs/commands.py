@@ -410,6 +410,10 @@ BENCHES: Final = [*shown("python"), *shown("kvstrata", "bench"), *shown("kvstrat
     "command", [c for c in BENCHES if "examples/rag.py" not in c.words], ids=str
 )
 def test_a_bench_ends(command: Command, place: Place) -> None:
+    if "bench.blend_layers" in command.words:
+        document = [*range(1, 257)]
+        prompts = [{"documents": [document, document[::-1]], "question": [n, 7]} for n in (3, 5)]
+        (place.folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     place.run(command, timeout_seconds=1800)
 
 
