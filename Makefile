@@ -68,7 +68,7 @@ fuzz: .venv ## Throw bytes at the server for SECONDS_OF_FUZZING (60)
 	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz.fuzz_frames -max_total_time=$(SECONDS_OF_FUZZING) \
 		-max_len=1024 -len_control=0
 
-commands: servers .venv/lmcache/.installed ## Run what the documentation tells users to start: engines, servers, benches (an hour and more)
+commands: servers .venv/lmcache/.installed ## Run what the documentation tells users to start: engines, servers, benches (hours)
 	$(BIN)/pytest -p no:randomly -rA -o faulthandler_timeout=0 tests/docs/commands.py
 
 # Not from .venv, whose torch is a CPU build.
