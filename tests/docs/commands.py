@@ -78,21 +78,22 @@ def place(model: Path) -> Iterator[Place]:
 
 
 ENGINE: Final = "http://localhost:8000"
+PREFILL_NODE: Final = "http://localhost:8001"
 
 
-def post(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def post(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     request = urllib.request.Request(
-        ENGINE + path, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+        url, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         found: dict[str, Any] = json.loads(answer.read() or b"{}")
     return found
 
 
-def ask() -> tuple[list[int], int]:
+def ask(engine: str = ENGINE) -> tuple[list[int], int]:
     """The tokens of the answer, and how many of the prompt were found."""
     wanted = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
-    answer = post("/v1/completions", {"model": "MODEL", "prompt": PROMPT, **wanted})
+    answer = post(f"{engine}/v1/completions", {"model": "MODEL", "prompt": PROMPT, **wanted})
     details = answer["usage"]["prompt_tokens_details"] or {}
     return answer["choices"][0]["token_ids"], details.get("cached_tokens", 0)
 
@@ -101,7 +102,7 @@ def find_again(tokens: list[int]) -> None:
     """Once it is saved, with what vLLM itself has kept thrown away."""
 
     def is_found() -> bool:
-        post("/reset_prefix_cache")
+        post(f"{ENGINE}/reset_prefix_cache")
         answer, found = ask()
         assert answer == tokens
         return found >= 512
@@ -141,8 +142,9 @@ def test_an_engine_finds_again_what_it_has_computed(
             stack.enter_context(place.started(server, ready=str(place.folder / SOCKET)))
         if "kv_consumer" in text:
             (producer,) = (c for c, _ in starts() if "kv_producer" in c.words)
-            with place.started(producer, *FOR_A_PROCESSOR, ready=ENGINE + "/health"):
-                ask()
+            beside = ["--port", "8001", *FOR_A_PROCESSOR]
+            stack.enter_context(place.started(producer, *beside, ready=PREFILL_NODE + "/health"))
+            ask(PREFILL_NODE)
         stack.enter_context(place.started(command, *FOR_A_PROCESSOR, ready=ENGINE + "/health"))
         tokens, _ = ask()
         if "kv_producer" not in text:  # which loads nothing

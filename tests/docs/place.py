@@ -29,7 +29,8 @@ AS_HERE: Final = [
     (r"/tmp/kv-demo/model|/models/llama", "MODEL"),
     (r"/tmp/kv-demo", "kv-demo"),
     (r"(?<![\w.:/])/(?=(?:etc|mnt|nvme|run|usr|var)/)", "{folder}/"),
-    (r"\b(?:prefill|decode)(?=:8000\b)", "localhost"),
+    (r"\bprefill:8000\b", "localhost:8001"),
+    (r"\bdecode(?=:8000\b)", "localhost"),
     (r"\b(?:cache|master|node1|s1|minio)(?=:\d)", "127.0.0.1"),
     (r"\b(?:node2|s2)(?=:\d)", "127.0.0.2"),  # where nothing answers
     (r"\bs3(?=:\d)", "127.0.0.3"),
