@@ -1,6 +1,7 @@
 """The manifests: what the schemas of Kubernetes say, and what they cannot know."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -216,13 +217,46 @@ def test_nobody_is_reached_but_by_whom_a_policy_names() -> None:
         e["metadata"]["name"]: e["spec"] for e in manifests() if e["kind"] == "NetworkPolicy"
     }
     assert policies["nobody"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
-    named = {"app.kubernetes.io/name": "kvstrata-server"}
+    servers = policies["servers"]["podSelector"]
     (ingress,) = policies["valkey"]["ingress"]
-    assert ingress["from"] == [{"podSelector": {"matchLabels": named}}]
+    assert ingress["from"] == [{"podSelector": servers}]
     for policy in policies.values():
         for rule in [*policy.get("ingress", ()), *policy.get("egress", ())]:
             assert rule["ports"]
             assert rule.get("from") or rule.get("to")
+
+
+def naming(labels: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Network policies that name pods with *labels*, each with what it names them as."""
+    for each in manifests():
+        if each["kind"] == "NetworkPolicy":
+            spec = each["spec"]
+            peers = {
+                side: [peer for rule in spec.get(key, ()) for peer in rule[side]]
+                for key, side in (("ingress", "from"), ("egress", "to"))
+            }
+            for place, found in {"of": [spec], **peers}.items():
+                wanted = [peer["podSelector"] for peer in found if "podSelector" in peer]
+                if any(one.get("matchLabels", {}).items() <= labels.items() for one in wanted):
+                    yield each["metadata"]["name"], place
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("DaemonSet", "kvstrata-server", [("nobody", "of"), ("servers", "of"), ("valkey", "from")]),
+        ("Deployment", "vllm", [("nobody", "of"), ("engines", "of")]),
+    ],
+)
+def test_policies_hold_for_a_copy_for_a_second_model(
+    kind: str, name: str, expected: list[tuple[str, str]]
+) -> None:
+    """Its selector and its Service have to find no pod of the first."""
+    spec = manifest(kind, name)["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    copied = labels | dict.fromkeys(spec["selector"]["matchLabels"], "second")
+    assert list(naming(labels)) == expected
+    assert list(naming(copied)) == expected
 
 
 def test_nodes_share_the_valkey_that_is_there(tmp_path: Path) -> None:
