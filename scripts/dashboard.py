@@ -226,8 +226,9 @@ ROWS: Final = (
             Panel(
                 "Engines without a cache",
                 "short",
-                "They compute everything. Only engines that vLLM's metrics are scraped of.",
-                (Query(f"count (kvstrata_connected{{{WHERE}}} == 0) or vector(0)", "without"),),
+                "They compute everything. Of all instances: a server is another one than its engines. Only "
+                "engines that vLLM's metrics are scraped of.",
+                (Query("count (kvstrata_connected == 0) or vector(0)", "without"),),
             ),
             Panel(
                 "Tiers switched off",
@@ -339,7 +340,8 @@ def _variables() -> list[dict[str, Any]]:
             "name": "instance",
             "type": "query",
             "datasource": {"type": "prometheus", "uid": "${datasource}"},
-            "query": "label_values(kvstrata_lookups_total, instance)",
+            # Lookups are counted by a server, `connected` is told by an engine; an embedded one has both.
+            "query": 'label_values({__name__=~"kvstrata_lookups_total|kvstrata_connected"}, instance)',
             "refresh": 2,
             "includeAll": True,
             "allValue": ".*",

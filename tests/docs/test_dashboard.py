@@ -10,6 +10,7 @@ import pytest
 import yaml
 from scripts import dashboard
 
+from kvstrata.observe import metrics
 from kvstrata.observe.metrics import CATALOGUE, Metric
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,14 @@ def board_queries() -> Iterator[str]:
     for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
             yield target["expr"]
+
+
+def series_of_instances() -> str:
+    """What is selected to find the values of `instance`."""
+    (query,) = (each["query"] for each in BOARD["templating"]["list"] if each["name"] == "instance")
+    found = re.fullmatch(r"label_values\((.+), instance\)", query)
+    assert found, query
+    return found[1]
 
 
 def alert_queries() -> Iterator[str]:
@@ -61,6 +70,20 @@ def test_values_that_a_query_picks_are_values_of_the_label(query: str) -> None:
         for label, value in re.findall(r'(\w+)\s*!?=\s*"([^"]*)"', query):
             assert label == metric.label
             assert value in metric.values
+
+
+def test_servers_and_engines_of_attached_servers_can_be_chosen() -> None:
+    """The one has no metric of the other, and each has one of these."""
+    selected = re.fullmatch(r'{__name__=~"(.+)"}', series_of_instances())
+    assert selected
+    found = {name for name in BY_NAME if re.fullmatch(selected[1], name)}
+    assert found == {metrics.LOOKUPS.name, metrics.CONNECTED.name}
+
+
+def test_whatever_is_chosen_all_engines_without_a_cache_are_counted() -> None:
+    """Whoever looks at a server sees its engines that are cut off, which are other instances."""
+    (query,) = (each for each in board_queries() if metrics.CONNECTED.name in each)
+    assert "$instance" not in query
 
 
 def test_every_metric_is_shown_or_is_named_as_not_shown() -> None:

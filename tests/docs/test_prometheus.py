@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.caches import ALICE, PATIENCE_SECONDS, config, eventually, keys
-from tests.docs.test_dashboard import ALERTS, BOARD, BY_NAME
+from tests.docs.test_dashboard import ALERTS, BOARD, BY_NAME, series_of_instances
 from tests.ports import free_port
 from tests.server.harness import engine, serving, worker
 
@@ -148,6 +148,12 @@ def test_a_query_of_the_dashboard_gives_numbers(prometheus: Prometheus, expressi
         assert set(series["metric"]) <= {"tier", "operation", "reason", "cause", "kind"}
         value = float(series["value"][1])
         assert value >= 0 or math.isnan(value)  # where nothing has happened
+
+
+def test_the_server_can_be_chosen(prometheus: Prometheus) -> None:
+    (up,) = prometheus.query("up")
+    found = prometheus.query(f"group by (instance) ({series_of_instances()})")
+    assert [each["metric"] for each in found] == [{"instance": up["metric"]["instance"]}]
 
 
 def test_what_is_scraped_is_the_catalogue(prometheus: Prometheus) -> None:
