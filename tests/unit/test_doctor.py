@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from tests.server.harness import serving
 from typer.testing import CliRunner
 
 from kvstrata.cli import diagnosis
@@ -392,20 +393,48 @@ def test_a_directory_that_takes_no_file_is_a_problem(
 # --- the server ------------------------------------------------------------------------------
 
 
+def attached(path: Path) -> dict[str, str]:
+    return {"KVSTRATA_SERVER": "attached", "KVSTRATA_SOCKET": str(path)}
+
+
 def test_an_attached_server_that_answers_is_fine(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with serving(Config(), path, block_bytes=None):
+        assert found("server", **attached(path)).level == "ok"
+
+
+def test_an_attached_server_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    finding = found("server", **attached(tmp_path / "s"))
+    assert finding.level == "problem"
+    assert "kvstrata server" in finding.remedy
+
+
+def test_a_socket_at_which_nobody_answers_is_a_problem(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        environ = {"KVSTRATA_SERVER": "attached", "KVSTRATA_SOCKET": str(path)}
-        assert found("server", **environ).level == "ok"
-
-
-def test_an_attached_server_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
-    environ = {"KVSTRATA_SERVER": "attached", "KVSTRATA_SOCKET": f"{tmp_path}/s"}
-    finding = found("server", **environ)
+        finding = found("server", **attached(path))
     assert finding.level == "problem"
-    assert "kvstrata server" in finding.remedy
+    assert str(path) in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "said"),
+    [(4096, "and the host tier has 2.0 MiB"), (None, "once an engine has joined")],
+)
+def test_an_engine_that_cannot_pin_the_memory_of_its_server_is_warned(
+    block_bytes: int | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s"
+    monkeypatch.setattr(diagnosis, "has_gpu", lambda: True)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (MIB, MIB))
+    config = Config(tiers=(HostTier(capacity=2 * MIB),))
+    with serving(config, path, block_bytes=block_bytes):
+        finding = found("locked memory", **attached(path))
+    assert finding.level == "warning"
+    assert said in finding.message
+    assert "ulimit -l" in finding.remedy
 
 
 # --- the round trip --------------------------------------------------------------------------

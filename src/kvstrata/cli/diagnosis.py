@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import resource
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Final, Literal
 from kvstrata import __version__
 from kvstrata.cli.gpu_copies import GpuCopies, has_gpu, may_have_gpu, measure_gpu
 from kvstrata.cli.round_trip import PROBE_BLOCK_BYTES, remote_round_trip, round_trip
+from kvstrata.cli.servers import look_at
 from kvstrata.cli.shown_settings import settings_in_words
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, InvariantViolated, KVStrataError, TierUnavailable
@@ -59,7 +59,7 @@ _LEAST_BYTES: Final = 1 << 20  # of a tier
 _TIGHT_SHARE: Final = 0.8  # of available memory that a host tier may take without a warning
 _FEW_FILES: Final = 1024
 _PAGE_BYTES: Final = 4096
-_CONNECT_SECONDS: Final = 2.0
+_UNLOCK: Final = "ulimit -l unlimited"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +217,27 @@ def check_open_files(limit: int) -> Finding:
     return Finding("open files", "warning", message, f"ulimit -n {_FEW_FILES} or more")
 
 
-def check_locked_memory(limit: int, capacity_bytes: int, *, has_gpu: bool) -> Finding:
-    """Whether the host tier can be pinned. Only transfers of a GPU gain from that."""
+def check_locked_memory(limit: int, capacity_bytes: int | None, *, has_gpu: bool) -> Finding:
+    """Whether the host tier can be pinned. Only transfers of a GPU gain from that.
+
+    *capacity_bytes* is None for a server that has no host tier before its first engine.
+    """
     subject = "locked memory"
     if limit == resource.RLIM_INFINITY:
         return Finding(subject, "ok", "no limit (RLIMIT_MEMLOCK)")
     message = f"at most {human_bytes(limit)} (RLIMIT_MEMLOCK)"
     if not has_gpu:
         return Finding(subject, "ok", f"{message}; no GPU here that needs pinned memory")
+    if capacity_bytes is None:
+        message = f"{message}: whether the host tier is larger shows once an engine has joined"
+        return Finding(subject, "warning", message, _UNLOCK)
     if limit >= capacity_bytes:
         return Finding(subject, "ok", message)
     message = (
         f"{message} and the host tier has {human_bytes(capacity_bytes)}: where the driver counts "
         "pinned memory, pinning fails and transfers are slower"
     )
-    return Finding(subject, "warning", message, "ulimit -l unlimited")
+    return Finding(subject, "warning", message, _UNLOCK)
 
 
 # --- what the configuration asks for ---------------------------------------------------------
@@ -241,15 +247,24 @@ def _check_server(config: Config) -> Iterator[Finding]:
     path = config.socket
     if path is None:  # the model refuses it
         raise InvariantViolated("an attached configuration has no socket")
-    remedy = f"start it with 'kvstrata server', as this user, on {path}"
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_CONNECT_SECONDS)
-        try:
-            connection.connect(str(path))
-        except OSError as e:
-            yield Finding("server", "problem", f"nobody answers at {path}: {e}", remedy)
-            return
+    try:
+        ((_, report),) = look_at(path)
+    except KVStrataError as e:
+        message, remedy = _parts(e)
+        remedy = remedy or f"look at the log of the server at {path}"
+        yield Finding("server", "problem", message, remedy)
+        return
     yield Finding("server", "ok", f"answers at {path}; memory and disk are its own to check")
+    if report is None:
+        yield _check_locked_memory(None)
+    else:
+        host = report.tiers[0]
+        yield _check_locked_memory(host.capacity_blocks * host.block_bytes)
+
+
+def _check_locked_memory(capacity_bytes: int | None) -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return check_locked_memory(limit, capacity_bytes, has_gpu=has_gpu())
 
 
 def _check_tiers(config: Config) -> Iterator[Finding]:
@@ -287,8 +302,7 @@ def check_host(tier: HostTier, setting: str = HOST_CAPACITY) -> Iterator[Finding
         yield Finding("memory", "warning", message, remedy)
     else:
         yield Finding("memory", "ok", message)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield check_locked_memory(limit, capacity, has_gpu=has_gpu())
+    yield _check_locked_memory(capacity)
 
 
 def check_disk(tier: DiskTier, setting: str = DISK_CAPACITY) -> Iterator[Finding]:
