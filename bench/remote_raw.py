@@ -115,6 +115,8 @@ class RawS3:
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
             self._end("DELETE", [name], [None], 204)
+        for connection in self._connections(1):  # is made anew: a server ends one that is idle
+            connection.close()
 
     def close(self) -> None:
         for connection in self._all:

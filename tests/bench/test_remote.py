@@ -1,8 +1,11 @@
 """The ratios and the table of bench/remote.py, and that what it times is right on real servers."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 from bench.remote import Cost, Turn, failures, markdown, measure, parse
-from bench.remote_raw import signed
+from bench.remote_raw import RawS3, signed
 
 
 def turn(repetition: int, raw: tuple[float, float], store: tuple[float, float]) -> Turn:
@@ -45,6 +48,32 @@ def test_requests_are_signed_as_aws_has_it() -> None:
     fields = signed("GET", "examplebucket", "/a", ("AKIDEXAMPLE", "secret"))
     assert fields["authorization"].startswith("AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/")
     assert len(fields["authorization"].rpartition("Signature=")[2]) == 64
+
+
+class Impatient(BaseHTTPRequestHandler):
+    """Ends a connection after each answer and does not say so, as servers do with one that is idle."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_DELETE(self) -> None:
+        self.send_response(204)
+        self.end_headers()
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_objects_are_removed_though_the_server_has_ended_the_connection() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Impatient) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        raw = RawS3(f"127.0.0.1:{server.server_port}", "bucket", ("key", "secret"))
+        try:
+            raw.remove(["a"])
+            raw.remove(["b"])
+        finally:
+            raw.close()
+            server.shutdown()
 
 
 @pytest.mark.parametrize("engine", ["valkey", "valkey-unix", "s3", "mooncake"])

@@ -48,7 +48,8 @@ def shown(program: str, *names: str) -> list[Command]:
 @pytest.fixture(autouse=True)
 def _own_network(request: pytest.FixtureRequest) -> Iterator[None]:
     """In which the ports of the pages are free; only what installs needs that of the machine."""
-    with nullcontext() if "pip install" in str(request.node.name) else own_network():
+    installs = any(word in str(request.node.name) for word in ("pip install", "scripts/"))
+    with nullcontext() if installs else own_network():
         yield
 
 
