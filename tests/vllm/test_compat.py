@@ -75,8 +75,11 @@ def test_list_has_all_that_the_package_uses_of_vllm_and_nothing_else() -> None:
 
 def test_this_vllm_lacks_nothing() -> None:
     check_vllm()
-    for _, besides, _ in BESIDES:
-        check_vllm(besides)
+
+
+@pytest.mark.parametrize("besides", [b for _, b, _ in BESIDES], ids=[name for name, *_ in BESIDES])
+def test_this_vllm_lacks_nothing_that_a_part_needs_besides(besides: compat.Surface) -> None:
+    check_vllm(besides)
 
 
 def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
