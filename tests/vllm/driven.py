@@ -314,6 +314,7 @@ class Engine:
             "lookups": loads._lookups,
             "blocks of lookups": loads.ahead._blocks,
             "loads": loads._running,
+            "blocks of loads": loads._loading_blocks,
             "refused": loads._refused,
             "planned": loads._planned,
             "sources": loads._sources,

@@ -302,10 +302,10 @@ def test_what_was_still_being_saved_when_it_was_asked_for_is_not_taken_for_lost(
     assert half._saves.under_way() == set()
 
 
-def test_lookups_of_runs_count_among_those_that_keep_a_quarter_of_the_host_tier(
+def test_lookups_of_runs_count_among_those_that_keep_half_of_the_host_tier(
     folder: Path,
 ) -> None:
-    with start(folder, 4 * 10) as bench:
+    with start(folder, 4 * 10 - 1) as bench:
         engine = bench.engine(connector=BlendConnector, **WORTH_IT)
         half: Any = engine.half
         text = prompt(1, 10 * TOKENS)

@@ -14,6 +14,7 @@ from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
 from vllm.v1.request import Request
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.storage.shared_fs import SharedFsStore
 
 
 @in_all_modes
@@ -284,10 +285,10 @@ def test_requests_in_line_leave_room_for_one_whose_turn_has_come(folder: Path) -
         assert [engine.runner.loaded_tokens[name] for name in in_line] == [80] * 4
 
 
-def test_of_those_whose_turn_has_come_one_a_step_asks_beyond_the_bound(
+def test_those_whose_turn_has_come_keep_half_of_host_memory_behind_the_first_that_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM asks for each in line while the first ones wait for their answers."""
+    """vLLM asks for each in line while the first ones wait for their answers; an idle one, in each millisecond."""
     with start(folder, 40) as bench:
         engine = bench.engine()
         for seed in range(4):
@@ -301,10 +302,60 @@ def test_of_those_whose_turn_has_come_one_a_step_asks_beyond_the_bound(
         for _ in range(4):
             engine.step()
             asked.append(len(loads._lookups))
-        assert asked == [1, 2, 3, 4, 4]
+        assert asked == [1, 2, 2, 2, 2]
         monkeypatch.undo()
         engine.run()
         assert [engine.runner.loaded_tokens[f"b{seed}"] for seed in range(4)] == [80] * 4
+
+
+def test_all_in_line_are_loaded_whole_though_the_tier_below_is_slow(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory takes four of eight prompts. Engines step often while they wait for a promotion."""
+    read = SharedFsStore.read_into
+
+    def slow(self: SharedFsStore, *args: Any) -> Any:
+        time.sleep(0.02)  # ten steps and more
+        return read(self, *args)
+
+    prompts = range(8)
+    with start(folder, 40, shared=folder / "shared", recompute="never") as bench:
+        engine = bench.engine(remote_lookup_seconds=20)
+        for seed in (*prompts, *range(100, 104)):  # the last four are those in host memory
+            engine.serve(f"a{seed}", prompt(seed, 83), 1)
+            assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
+        engine.forget_device()
+        monkeypatch.setattr(SharedFsStore, "read_into", slow)
+        for seed in prompts:
+            engine.add(f"b{seed}", prompt(seed, 83), 1)
+        engine.run()
+        assert [engine.runner.loaded_tokens.get(f"b{seed}", 0) for seed in prompts] == [80] * 8
+
+
+def test_all_that_await_their_blocks_load_them_whole(tmp_path: Path, folder: Path) -> None:
+    """The decode node's host memory takes four of eight prompts, which are asked for again and again."""
+    prompts = range(8)
+    nodes = [tmp_path / name / folder.name for name in ("prefill", "decode")]  # of one model
+    for node in nodes:
+        node.mkdir(parents=True)
+        (node / "config.json").write_text((folder / "config.json").read_text())
+    shared = folder / "shared"
+    with (
+        start(nodes[0], 400, shared=shared, recompute="never") as prefill,
+        start(nodes[1], 40, shared=shared, recompute="never") as decode,
+    ):
+        first = prefill.engine(remote_lookup_seconds=20)
+        second = decode.engine(remote_lookup_seconds=20)
+        for seed in prompts:
+            second.add(f"b{seed}", prompt(seed, 83), 1, {"kvstrata_wait_seconds": PATIENCE_SECONDS})
+        for _ in range(20):
+            second.step()
+        assert {request.num_computed_tokens for request in second.requests.values()} == {0}
+        for seed in prompts:
+            first.serve(f"a{seed}", prompt(seed, 83), 1)
+        assert prefill.manager._lower["remote"].drain(PATIENCE_SECONDS)
+        second.run()
+        assert [second.runner.loaded_tokens.get(f"b{seed}", 0) for seed in prompts] == [80] * 8
 
 
 def test_a_prompt_longer_than_the_bound_is_asked_for_ahead_if_nobody_else_is(folder: Path) -> None:

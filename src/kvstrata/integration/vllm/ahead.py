@@ -11,10 +11,11 @@ from kvstrata.integration.vllm.link import CacheLink
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server.client import Pending
 
-__all__ = ["Ahead"]
+__all__ = ["AT_ITS_TURN", "Ahead"]
 
 # Of the host tier. It leaves room for loads and saves, and for the line of another engine or two.
-_SHARE: Final = 0.25
+_IN_LINE: Final = 0.25
+AT_ITS_TURN: Final = 0.5  # loads included: several are promoted side by side, one more has room
 
 
 class Ahead:
@@ -30,10 +31,10 @@ class Ahead:
         self._total = 0  # of them
         self._unanswered: deque[Pending] = deque()  # in the order of asking; some are given back
 
-    def fits(self, blocks: int) -> bool:
-        """Whether a request may ask for *blocks* that is not the next to run; one by itself may."""
+    def fits(self, blocks: int, share: float = _IN_LINE) -> bool:
+        """Whether *blocks* more are no more than *share* of the host tier; one by itself may ask."""
         self._take_answers()
-        return not self._total or self._total + blocks <= self._link.host_slots * _SHARE
+        return not self._total or self._total + blocks <= self._link.host_slots * share
 
     def take(self, pending: Pending, blocks: int) -> None:
         """*pending*, just sent, asks for *blocks*."""

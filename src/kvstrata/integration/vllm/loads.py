@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from kvstrata.core.config import Config
 from kvstrata.core.types import BlockKey, NamespaceId
-from kvstrata.integration.vllm.ahead import Ahead
+from kvstrata.integration.vllm.ahead import AT_ITS_TURN, Ahead
 from kvstrata.integration.vllm.at_once import AtOnce
 from kvstrata.integration.vllm.awaits import Awaits
 from kvstrata.integration.vllm.blocks import BlockIds
@@ -108,9 +108,10 @@ class Loads:
         self._taints = taints
         self._all_workers = all_workers(identity.world_size)
         self.ahead = Ahead(link)
-        self._is_first = True  # nobody has asked at its turn in this step
+        self._is_first = True  # in this step nobody before has asked at its turn, or waits
         self._lookups: dict[str, _Lookup] = {}
         self._running: dict[int, _RunningLoad] = {}
+        self._loading_blocks = 0  # of them
         self._awaits = Awaits()
         self._refused: set[str] = set()  # requests whose load failed once: computed from then on
         self._planned: list[Load] = []
@@ -148,7 +149,8 @@ class Loads:
             return tokens
         if lookup.age_seconds > _ASK_AGAIN_SECONDS:
             self._drop(request.request_id)
-            self._ask(request, namespace, computed)
+            if self._has_its_turn(request, computed):
+                self._ask(request, namespace, computed)
         return None
 
     def _look(
@@ -167,6 +169,7 @@ class Loads:
         if lookup.connection != self._link.number:
             return 0
         if not self._settled(lookup):
+            self.waits()
             return None
         if lookup.status is None or not lookup.status.slots:
             return 0
@@ -231,6 +234,7 @@ class Loads:
             self._at_once.take(len(load.slots))
         self._link.tell(p.Launch([status.task_id]))
         keys = lookup.keys[skipped:end]
+        self._loading_blocks += len(keys)
         self._running[status.task_id] = _RunningLoad(
             request.request_id,
             lookup.connection,
@@ -258,11 +262,15 @@ class Loads:
         return keys
 
     def may_ask(self, blocks: int) -> bool:
-        """Whether to ask for *blocks* of a request now. vLLM goes on to the next in line while one waits
-        for its answer, so what all of them keep has a bound, behind the first.
+        """Whether to ask now for *blocks* of a request whose turn has come. vLLM goes on to the next in
+        line while one waits for its answer, so what they and loads keep has a bound, behind the first.
         """
         is_first, self._is_first = self._is_first, False
-        return is_first or self.ahead.fits(blocks)
+        return is_first or self.ahead.fits(self._loading_blocks + blocks, AT_ITS_TURN)
+
+    def waits(self) -> None:
+        """A request whose turn has come waits for what it asked for: those behind keep to the bound."""
+        self._is_first = False
 
     def take_plans(self) -> list[Load]:
         """The loads of the step that is scheduled now."""
@@ -295,6 +303,7 @@ class Loads:
             if load.workers_left:
                 continue
             del self._running[task_id]
+            self._loading_blocks -= len(load.keys)
             is_miss = load.failed or load.given_up
             if self._spans is not None and load.origin is not None:
                 self._spans.loaded(

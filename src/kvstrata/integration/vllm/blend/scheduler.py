@@ -174,6 +174,7 @@ class BlendScheduler(SchedulerHalf):
             until = lookup.sent_at + self._lookup_wait_seconds
             self._link.hear(lambda: lookup.is_answered, until)
             if not lookup.is_settled(self._config):
+                self._loads.waits()
                 return None
             self._settle(request, candidate, lookup)
         return 0 if candidate.plan is None else candidate.plan.end - first_token
