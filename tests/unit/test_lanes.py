@@ -256,6 +256,19 @@ def test_a_long_job_goes_on_before_those_that_have_come_since_it_made_way(
     assert log == ["long", "long", "c", "long"]
 
 
+def test_of_long_jobs_that_have_had_a_turn_the_oldest_ends_first(lanes: Lanes[str]) -> None:
+    """All would end at the end of a burst, and be late together, if each had every other turn."""
+    log = list[str]()
+    first, second = Long("1", 3, log), Long("2", 3, log)
+    second.go.set()
+    jobs = [lanes.submit(first, Lane.LOAD)]
+    assert first.begun.wait(PATIENCE_SECONDS)
+    jobs += [lanes.submit(job, Lane.LOAD) for job in (second, says("short", log))]
+    first.go.set()
+    assert poll(lanes, 3) == [jobs[2], jobs[0], jobs[1]]
+    assert log == ["1", "2", "short", "1", "1", "2", "2"]
+
+
 def test_a_long_job_that_makes_way_can_be_cancelled_until_its_next_turn(
     lanes: Lanes[str],
 ) -> None:

@@ -56,7 +56,9 @@ class Lanes(Generic[T]):
     * Every job that was not refused leaves through ``poll`` exactly once.
     * A lane holds at most *limit* jobs that have not been polled; more are refused.
     * At most *saves* of the threads are in a save: the others are there for loads.
-    * Jobs of a lane take turns: one that makes way goes on behind those that wait in it by then.
+    * Jobs of a lane take turns: one that makes way goes on behind those that wait in it by then,
+      but of the places of those that have had a turn the oldest of them takes the first: each is
+      done as early as it can be without keeping others from their first turn.
     """
 
     def __init__(self, *, threads: int = 1, saves: int = 1, limit: int = 4096) -> None:
@@ -70,6 +72,7 @@ class Lanes(Generic[T]):
         self._ended: list[Handle[T]] = []
         self._lane_of: dict[Handle[T], Lane] = {}  # every job that has not been polled
         self._held = dict.fromkeys(Lane, 0)
+        self._begun: dict[Handle[T], None] = {}  # have made way and not ended, the oldest first
         self._open = True
         self._threads = [
             threading.Thread(target=self._serve, name=f"kvstrata-copy-{i}", daemon=True)
@@ -170,8 +173,18 @@ class Lanes(Generic[T]):
             elif handle.stopping:
                 self._end(handle, Outcome.CANCELLED)
             else:
-                self._queues[self._lane_of[handle]].append((handle, job))
+                self._make_way(handle, job)
             self._work.notify()  # a save may be what this one was in the way of
+
+    def _make_way(self, handle: Handle[T], job: Job[T]) -> None:
+        queue = self._queues[self._lane_of[handle]]
+        queue.append((handle, job))
+        self._begun.setdefault(handle)
+        waiting = dict(queue)
+        oldest = (other for other in self._begun if other in waiting)
+        for place, other in enumerate(waiting):
+            if other in self._begun:
+                queue[place] = (first := next(oldest)), waiting[first]
 
     def _admit(self, handle: Handle[T], lane: Lane) -> bool:
         if not self._open or self._held[lane] >= self._limit:
@@ -200,5 +213,6 @@ class Lanes(Generic[T]):
 
     def _end(self, handle: Handle[T], outcome: Outcome) -> None:
         handle.outcome = outcome
+        self._begun.pop(handle, None)
         self._ended.append(handle)
         self._ended_some.notify_all()
