@@ -20,7 +20,7 @@ from tests.vllm.plans import (
     vllm_config,
 )
 from vllm import EngineArgs
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -299,6 +299,15 @@ def test_parallelism_within_a_block_is_refused(
 ) -> None:
     monkeypatch.setattr(config.parallel_config, name, 2)
     with refused(rf"{name} = 2: .*tokens of a block[\s\S]*set {name} to 1"):
+        geometry_from_config(config, plan(config, group(full())))
+
+
+def test_engine_with_workers_on_several_nodes_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = ParallelConfig(tensor_parallel_size=4, nnodes=2, distributed_executor_backend="mp")
+    monkeypatch.setattr(config, "parallel_config", two)
+    with refused(r"workers are on 2 nodes: .*host tier[\s\S]*run each engine on one node"):
         geometry_from_config(config, plan(config, group(full())))
 
 

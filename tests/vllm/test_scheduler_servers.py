@@ -1,5 +1,6 @@
 """The scheduler half before servers that are slow, or gone."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.caches import PATIENCE_SECONDS, eventually
-from tests.vllm.bench import Bench, all_are_settled, prompt, start
+from tests.vllm.bench import Bench, all_are_settled, prompt, serve, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import continuation
 from tests.vllm.plans import copiers
@@ -309,3 +310,39 @@ def test_reset_that_the_server_did_not_carry_out_is_asked_of_the_next_connection
     engine.half._link.poll(0.05)
     assert engine.half._link._resets == {}
     assert engine.serve("b", prompt(1, 60), 2) == 0
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_engine_whose_workers_do_not_all_come_says_how_many_have(
+    folder: Path, missing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where Ray has put some on another machine: nothing else of the engine would show it."""
+    with serve(folder, 20, ranks=2) as bench:
+        engine = Engine(folder, bench.server.path, ranks=2, start_timeout_seconds=0.5)
+        bench.engines.append(engine)
+        try:
+            for attachment in engine.attachments[2 - missing :]:
+                attachment.close()
+            link = engine.half._link
+            eventually(
+                lambda: (
+                    [each["workers"] for each in bench.manager.stats().engines]
+                    == [[*range(2 - missing)]]
+                ),
+                "a worker stays",
+            )
+
+            def is_counted() -> bool:
+                link.tick()
+                return link._count_at == math.inf and link._counted is None
+
+            eventually(is_counted, "the workers are not counted")
+            engine.serve("a", prompt(1, 60), 2)
+            engine.forget_device()
+            assert engine.serve("b", prompt(1, 60), 2) == (0 if missing else 56)
+            said = [m for m in caplog.messages if "workers have mapped the host tier" in m]
+            assert [m.split(":")[0] for m in said] == [
+                "1 of 2 workers have mapped the host tier within 0.5 s"
+            ][:missing]
+        finally:
+            engine.close()

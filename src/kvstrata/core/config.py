@@ -244,7 +244,8 @@ class Config(BlendFields):
         default=20.0,
         description=(
             "Seconds for which an engine waits at its start for its embedded server. Then it goes on "
-            "without a cache, and uses the server once it serves."
+            "without a cache, and uses the server once it serves. If some workers have not come so "
+            "long after its scheduler has, it logs how many have."
         ),
         examples=["20"],
     )

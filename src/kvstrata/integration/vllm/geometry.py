@@ -222,6 +222,13 @@ def _refuse_vllm_config(vllm_config: VllmConfig) -> None:
                 "ranks, which this version of KVStrata does not support",
                 hint=f"set {name} to 1, or {_RUN_WITHOUT}",
             )
+    if (nodes := parallel.nnodes_within_dp) > 1:
+        raise ConfigError(
+            f"the engine's workers are on {nodes} nodes: they all copy to and from the host tier of one "
+            "cache server, which is the memory of one node",
+            hint="run each engine on one node, with several engines by data parallelism or a router; "
+            f"or {_RUN_WITHOUT}",
+        )
     if not (
         vllm_config.scheduler_config.enable_chunked_prefill
         or vllm_config.cache_config.enable_prefix_caching

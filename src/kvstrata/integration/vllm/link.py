@@ -1,6 +1,7 @@
 """The scheduler half's line to the cache server: kept up, given up, taken up again."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,11 +46,16 @@ class CacheLink:
         self.server_id = _NO_SERVER
         self.host_slots = 0  # of the server's host tier
         self._world_size = hello.world_size
+        self._patience_seconds = config.start_timeout_seconds
         self._redial = Redial(config, path, hello, server)
         self._client: ManagerClient | None = None
         self._welcomed = False
         self._next_look = 0.0  # monotonic seconds
         self._probe: Pending | None = None  # outstanding while the server is too slow
+        self._count_at = (
+            math.inf
+        )  # monotonic seconds: by then all workers have mapped the host tier
+        self._counted: Pending | None = None
         self._first_namespace: NamespaceId | None = None  # of which there may be old blocks
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
         self._followed: NamespaceId | None = None  # told to every new server
@@ -98,6 +104,7 @@ class CacheLink:
         Not between the answer to vLLM's question for a request and the plan that follows from it.
         """
         self.poll(0.0)
+        self._count_workers()
         dialled = self._redial.take()
         if dialled is None:
             return
@@ -230,6 +237,23 @@ class CacheLink:
         while client.workers() < self._world_size and time.monotonic() < deadline:
             time.sleep(_WORKERS_POLL_SECONDS)
 
+    def _count_workers(self) -> None:
+        """Say once a connection if, long after it began, some workers have not come."""
+        counted = self._counted
+        if counted is not None and isinstance(counted.reply, p.Number):
+            self._counted = None
+            if counted.reply.value < self._world_size:
+                _log.warning(
+                    "%d of %d workers have mapped the host tier within %g s: until all have, nothing is "
+                    "loaded or saved; the others' logs say why, and each has to run on the server's node",
+                    counted.reply.value,
+                    self._world_size,
+                    self._patience_seconds,
+                )
+        if time.monotonic() >= self._count_at:
+            self._count_at = math.inf
+            self._counted = self.submit(p.Workers(0))
+
     def _take_answers(self) -> None:
         if self._probe is not None and self._probe.reply is not None:
             self._probe = None
@@ -242,6 +266,7 @@ class CacheLink:
         welcome = client.welcome.reply
         assert isinstance(welcome, p.Welcome)
         self._client, self._welcomed, self._probe = client, True, None
+        self._count_at, self._counted = time.monotonic() + self._patience_seconds, None
         self.server_id, self.host_slots = welcome.server_id, welcome.slots
         self.number += 1
         written = self._redial.still_written(running)
