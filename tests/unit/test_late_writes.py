@@ -72,6 +72,17 @@ def test_tier_that_is_full(tmp_path: Path) -> None:
         assert lost(manager) == 3 * HOST_SLOTS - 2
 
 
+@pytest.mark.parametrize("capacity", [2, 100])
+def test_prompt_that_was_saved_in_parts(tmp_path: Path, capacity: int) -> None:
+    """As chunked prefill saves: the first part is met before what continues from it."""
+    store = MemoryStore(block_bytes=BLOCK_BYTES, capacity_blocks=capacity)
+    with above(shared(tmp_path), store) as manager:
+        prompt = keys(*[0] * HOST_SLOTS)
+        save(manager, BOB, prompt[:4])
+        save(manager, BOB, prompt[4:], parent=prompt[3])
+        turns_over(manager)
+
+
 def test_tier_that_has_a_reset_to_make_and_is_away(tmp_path: Path) -> None:
     store = GatedStore({})
     with above(shared(tmp_path), store) as manager:

@@ -421,10 +421,10 @@ class Residency:
 
     def _may_be_asked_to_leave(self, ids: BlockIds) -> Bools:
         """Which of *ids* may leave host memory, if need be after they were written."""
+        may = self.index.may_leave(ids, HOST)
         if self.writes.any_evicted:
-            unleased: Bools = self.index.leases[ids] == 0
-            return unleased
-        return self.index.may_leave(ids, HOST)
+            may |= (self.index.leases[ids] == 0) & self.writes.have_to_be_written(ids)
+        return may
 
     def _may_leave_disk(self, ids: BlockIds) -> Bools:
         return self.index.may_leave(ids, DISK)
