@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         "lease: all whose turn has come have all of host memory",
         "loads.py",
-        "return is_first or self.ahead.fits(blocks)",
+        "return is_first or self.ahead.fits(self._loading_blocks + blocks, AT_ITS_TURN)",
         "return True",
     ),
     Mutant(
