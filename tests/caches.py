@@ -21,14 +21,16 @@ PATIENCE_SECONDS = 20.0  # only a broken cache takes that long
 def config(slots: int, disk: Path | None = None, disk_slots: int = 64, **changes: object) -> Config:
     """*slots* blocks of 4 KiB in host memory, *disk_slots* on disk if there is one.
 
-    *eviction* and *write*, if given, are those of every tier.
+    *eviction* and *write*, if given, are those of every tier; *shared* is a directory below them.
     """
     chosen = {"eviction": changes.pop("eviction", "lru")}
+    written = {"write": changes.pop("write", "saved")}
     tiers = [{"kind": "host", "capacity": f"{slots * 4}KiB"} | chosen]
     if disk is not None:
-        chosen["write"] = changes.pop("write", "saved")
         room = {"kind": "disk", "paths": str(disk), "capacity": f"{disk_slots * 8}KiB"}
-        tiers.append(room | chosen)
+        tiers.append(room | chosen | written)
+    if (shared := changes.pop("shared", None)) is not None:
+        tiers.append({"kind": "shared", "path": str(shared), "capacity": "1MiB"} | written)
     return Config.model_validate({"tiers": tiers, "prefault": False} | changes)
 
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from tests.caches import (
     keys,
     known,
     reads_running,
+    save,
     write,
 )
 from tests.machines import machine_settings
@@ -99,10 +101,6 @@ class RemoteStore(MemoryStore):
         return super().exists(keys)
 
 
-def remote_store(values: dict[StoreKey, Value]) -> RemoteStore:
-    return RemoteStore(block_bytes=BLOCK_BYTES, capacity_blocks=1000, values=values)
-
-
 class ManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -113,25 +111,38 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         roomy=st.booleans(),
         disk_slots=st.sampled_from([0, 2, 4, 8]),
-        remote=st.booleans(),
+        remote_slots=st.sampled_from([0, 0, 2, 1000]),
         eviction=st.sampled_from(["lru", "s3fifo", "cost"]),
+        written=st.sampled_from(["saved", "evicted"]),
     )
-    def start(self, roomy: bool, disk_slots: int, remote: bool, eviction: str) -> None:
+    def start(
+        self, roomy: bool, disk_slots: int, remote_slots: int, eviction: str, written: str
+    ) -> None:
         self.roomy = roomy
         self.eviction = eviction
-        self.remote: dict[StoreKey, Value] | None = {} if remote else None
+        self.written = written
+        self.remote: dict[StoreKey, Value] | None = {} if remote_slots else None
+        self.remote_slots = 1000 if roomy else remote_slots
         self.slots = 64 if roomy else 5
         self.disk_slots = (64 if disk_slots else 0) if roomy else disk_slots
         self.sessions = 0
         self.open()
 
     def open(self) -> None:
-        disk = self.root / "disk" if self.disk_slots else None
-        self.manager = KVManager(
-            config(self.slots, disk, self.disk_slots, eviction=self.eviction),
-            block_bytes=BLOCK_BYTES,
-            remote=None if self.remote is None else remote_store(self.remote),
+        settings = config(
+            self.slots,
+            self.root / "disk" if self.disk_slots else None,
+            self.disk_slots,
+            shared=None if self.remote is None else self.root / "shared",
+            eviction=self.eviction,
+            write=self.written,
         )
+        store = None
+        if self.remote is not None:
+            store = RemoteStore(
+                block_bytes=BLOCK_BYTES, capacity_blocks=self.remote_slots, values=self.remote
+            )
+        self.manager = KVManager(settings, block_bytes=BLOCK_BYTES, remote=store)
         self.manager.memory.mapping.data[:] = 0xEE
         self.alive = True
         self.engines: list[Engine] = []
@@ -522,6 +533,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.alive:
             self.all_is_returned()
+            self.all_may_leave()
             self.manager.close()
         shutil.rmtree(self.root)
 
@@ -546,6 +558,17 @@ class ManagerMachine(RuleBasedStateMachine):
         in_host = sum(host_slot(self.manager, block) >= 0 for block in blocks)
         assert self.manager._cache.host_used == in_host
         assert self.manager._cache.index.retired_blocks == 0
+
+    def all_may_leave(self) -> None:
+        """Nobody uses a block any more: what is saved now finds room, once others are written."""
+        for prompt in range(2, self.slots):
+            eventually(partial(self.is_kept, keys(prompt, 0)), "nothing can be saved any more")
+
+    def is_kept(self, asked: list[BlockKey]) -> bool:
+        """In parts, as chunked prefill saves: the first was used before what continues from it."""
+        save(self.manager, ALICE, asked[:1])
+        save(self.manager, ALICE, asked[1:], parent=asked[0])
+        return host_slot(self.manager, ALICE + asked[1]) >= 0
 
 
 @pytest.fixture(autouse=True)
