@@ -30,6 +30,8 @@ NOT_HERE: Final = {
     "protocol=rdma": "needs such a network",
     "bench.overhead": "its figures are in docs/performance.md",
     "--profile full": "an hour and more, of which docs/performance.md has the figures",
+    "scripts/compatibility.py": "wants the whole working tree",
+    "scripts/mutants.py": "wants the whole working tree",
 }
 SOCKET: Final = "run/kvstrata/kv.sock"
 

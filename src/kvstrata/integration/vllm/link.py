@@ -52,10 +52,8 @@ class CacheLink:
         self._welcomed = False
         self._next_look = 0.0  # monotonic seconds
         self._probe: Pending | None = None  # outstanding while the server is too slow
-        self._count_at = (
-            math.inf
-        )  # monotonic seconds: by then all workers have mapped the host tier
-        self._counted: Pending | None = None
+        self._count_at = math.inf  # monotonic seconds: all workers should have come by then
+        self._counted: Pending | None = None  # the question how many have
         self._first_namespace: NamespaceId | None = None  # of which there may be old blocks
         self._namespaces: dict[NamespaceId, dict[str, str]] = {}  # told to every new server
         self._followed: NamespaceId | None = None  # told to every new server
@@ -239,14 +237,13 @@ class CacheLink:
 
     def _count_workers(self) -> None:
         """Say once a connection if, long after it began, some workers have not come."""
-        counted = self._counted
-        if counted is not None and isinstance(counted.reply, p.Number):
-            self._counted = None
-            if counted.reply.value < self._world_size:
+        if self._counted is not None and isinstance(self._counted.reply, p.Number):
+            come, self._counted = self._counted.reply.value, None
+            if come < self._world_size:
                 _log.warning(
                     "%d of %d workers have mapped the host tier within %g s: until all have, nothing is "
                     "loaded or saved; the others' logs say why, and each has to run on the server's node",
-                    counted.reply.value,
+                    come,
                     self._world_size,
                     self._patience_seconds,
                 )
