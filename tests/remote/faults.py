@@ -375,9 +375,16 @@ class RemoteFaults(ProtocolFaults):
 class BoundedFaults(RemoteFaults):
     """Also those of engines that hold their values in memory."""
 
-    def test_what_an_engine_has_evicted_is_a_miss(self, running: BoundedEngine) -> None:
-        running.let_evict()
-        writer = Node(self.open(running), slots=16)
+    @pytest.fixture
+    def bounded(self, running: BoundedEngine) -> Iterator[BoundedEngine]:
+        """As large as ever afterwards, and empty."""
+        yield running
+        running.kill()
+        running.restart()
+
+    def test_what_an_engine_has_evicted_is_a_miss(self, bounded: BoundedEngine) -> None:
+        bounded.let_evict()
+        writer = Node(self.open(bounded), slots=16)
         written: list[Sequence[BlockKey]] = []
 
         def write_one_more() -> bool:
@@ -391,28 +398,25 @@ class BoundedFaults(RemoteFaults):
         eventually(write_one_more, "no room is made")
         assert writer.faults().keys() <= {"full"}
         writer.close()
-        gone = [prompt for prompt in written if running.raw(ALICE + prompt[0]) is None]
+        gone = [prompt for prompt in written if bounded.raw(ALICE + prompt[0]) is None]
         assert gone
-        reader = Node(self.open(running))
+        reader = Node(self.open(bounded))
         assert [reader.load(prompt) for prompt in gone] == [0] * len(gone)
+        assert not reader.faults()
         assert any(reader.load(prompt) for prompt in written)
         assert not reader.faults()
         reader.close()
-        running.kill()
-        running.restart()
 
-    def test_an_engine_that_is_full_and_does_not_evict(self, running: BoundedEngine) -> None:
-        node, reader = Node(self.open(running)), Node(self.open(running))
+    def test_an_engine_that_is_full_and_does_not_evict(self, bounded: BoundedEngine) -> None:
+        node, reader = Node(self.open(bounded)), Node(self.open(bounded))
         for each in (node, reader):
             each.load()  # connected: what fills the engine stays there for a second or two
-        running.fill()
+        bounded.fill()
         last = save_in_vain(node)
         assert reader.load(last) == 0
         assert not reader.faults()
         for each in (node, reader):
             each.close()
-        running.kill()
-        running.restart()
 
 
 def save_in_vain(node: Node) -> Sequence[BlockKey]:

@@ -335,7 +335,9 @@ def test_all_in_line_are_loaded_whole_though_the_tier_below_is_slow(
 def test_all_that_await_their_blocks_load_them_whole(tmp_path: Path, folder: Path) -> None:
     """The decode node's host memory takes four of eight prompts, which are asked for again and again."""
     prompts = range(8)
-    nodes = [tmp_path / name / folder.name for name in ("prefill", "decode")]  # of one model
+    nodes = [
+        tmp_path / name / "model" for name in ("prefill", "decode")
+    ]  # sockets' paths are short
     for node in nodes:
         node.mkdir(parents=True)
         (node / "config.json").write_text((folder / "config.json").read_text())
