@@ -93,8 +93,9 @@ def test_tier_that_has_a_reset_to_make_and_is_away(tmp_path: Path) -> None:
         store.away = False
 
 
+@pytest.mark.parametrize("write_depth", [1, 2])
 def test_tier_every_writer_of_which_is_in_a_call_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_depth: int
 ) -> None:
     """Nobody comes back from the store to tell that it is switched off."""
     go, hung, real = threading.Event(), list[int](), DiskStore.write
@@ -112,11 +113,16 @@ def test_tier_every_writer_of_which_is_in_a_call_that_hangs(
     monkeypatch.setattr(DiskStore, "write", hanging)
     monkeypatch.setattr(choices, "_HUNG_SECONDS", 0.05)
     monkeypatch.setattr(cascade, "WRITE_BATCH_BYTES", BATCH_BLOCKS * BLOCK_BYTES)
-    disk = {"kind": "disk", "paths": str(tmp_path), "capacity": "512KiB", "write_depth": 2}
+    disk = {
+        "kind": "disk",
+        "paths": str(tmp_path),
+        "capacity": "512KiB",
+        "write_depth": write_depth,
+    }
     with above(disk, slots=24) as manager:
         for prompt in range(3):
             save(manager, BOB, keys(prompt, *[0] * 7))
-        eventually(lambda: hung == [BATCH_BLOCKS] * 4, "not every writer hangs")
+        eventually(lambda: hung == [BATCH_BLOCKS] * 2 * write_depth, "not every writer hangs")
         eventually(lambda: manager.stats().tiers[1].switched_off, "the disk is not switched off")
         turns_over(manager)
         go.set()

@@ -28,6 +28,7 @@ from tests.gated import GatedStore
 from kvstrata.core.config import Config
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import StoreKey
+from kvstrata.manager import choices
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.storage.call_time import end_within
@@ -287,6 +288,22 @@ def test_store_that_is_away_has_nothing(manager: KVManager, store: GatedStore) -
     assert (task.state, len(task.slots)) == (TaskState.READY, 1)
     manager.cancel([task.task_id])
     store.away = False
+
+
+def test_store_all_searches_of_which_hang_is_left_alone(
+    store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory whose mount hangs, on a node that writes nothing."""
+    monkeypatch.setattr(choices, "_HUNG_SECONDS", 0.05)
+    manager = KVManager(config(8), block_bytes=BLOCK_BYTES, remote=store)
+    store.searches.clear()
+    manager.cancel([manager.get_match(ALICE, keys(0)).task_id])
+    eventually(lambda: manager.stats().tiers[1].switched_off, "it is not switched off")
+    task = settled(manager, manager.get_match(ALICE, keys(0)))
+    assert (task.state, task.slots) == (TaskState.READY, [])
+    manager.cancel([task.task_id])
+    store.searches.set()
+    manager.close()
 
 
 def test_damaged_block_cuts_the_prefix(manager: KVManager, store: GatedStore) -> None:

@@ -294,6 +294,24 @@ def test_calls_that_hang_are_seen_without_another_call(bench: Bench) -> None:
     assert bench.breaker.is_open
 
 
+@pytest.mark.parametrize("callers", [1, 2])
+def test_fewer_calls_that_hang_than_failures_open_it_in_time(bench: Bench, callers: int) -> None:
+    hanging = [Held(bench) for _ in range(callers)]
+    for _ in range(3):
+        bench.now += 30.1
+        is_open = bench.breaker.is_open
+    assert is_open
+    bench.now += 5.1
+    assert bench.breaker.read_into([b"k"], [memoryview(bytearray(4))]) == [Read.MISS]
+    assert bench.breaker.exists([b"k"]) == [True]
+    for _ in range(5):  # however long those from before it opened still hang
+        bench.now += 30.1
+        assert not bench.breaker.is_open
+    for call in hanging:
+        call.end()
+    assert not bench.breaker.is_open
+
+
 def test_slow_answers_count_as_failures_and_are_given(bench: Bench) -> None:
     def slow() -> None:
         bench.now += 30.1

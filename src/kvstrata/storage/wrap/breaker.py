@@ -1,6 +1,7 @@
 """The circuit breaker: a store that keeps failing is left alone."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ _log = logging.getLogger(__name__)
 class _Call:
     """A call that is under way."""
 
-    started: float
+    due: float  # when it counts as a failure, and then again
     is_probe: bool
     is_question: bool  # of what is there; else it moves blocks
     counted: bool = False  # as a failure already, since it takes too long
@@ -28,7 +29,8 @@ class BreakerStore(WrappedStore):
     """Stops asking a store that keeps failing, and lets one call probe it every while.
 
     A call fails if it raises ``TierUnavailable`` or takes longer than *slow_seconds*, which is
-    noticed while it still runs: a disk that hangs and reports nothing is switched off too.
+    noticed while it still runs, and again each *slow_seconds*: a disk that hangs and reports
+    nothing is switched off too, however few calls it has got.
 
     Open after *failures* failures in a row. Questions of what is there are counted apart: over a
     link that is nearly dead they still succeed, and no block ever comes. While open every call raises ``TierUnavailable`` at
@@ -101,7 +103,7 @@ class BreakerStore(WrappedStore):
             self._count_overdue(now)
             if self._is_open:
                 self._refuse_unless_probe(now)
-            running = _Call(now, self._is_open, is_question)
+            running = _Call(now + self._slow_seconds, self._is_open, is_question)
             self._running.add(running)
             return running
 
@@ -138,8 +140,8 @@ class BreakerStore(WrappedStore):
 
     def _count_overdue(self, now: float) -> None:
         for call in self._running:
-            if not call.counted and now - call.started > self._slow_seconds:
-                call.counted = True
+            if now > call.due:
+                call.counted, call.due = True, now + self._slow_seconds
                 self._count_failure(call, now)
 
     @property
@@ -161,6 +163,8 @@ class BreakerStore(WrappedStore):
             self._failed_moves += 1
         was_open, self._is_open = self._is_open, self._most_failed >= self._failures
         if self._is_open and not was_open:
+            for running in self._running:
+                running.due = math.inf
             _log.warning(
                 "the %s tier is switched off after %d failures in a row: tried again every %g s",
                 self._name,
