@@ -49,3 +49,22 @@ def test_engine_uses_the_cache_while_its_old_blocks_are_dropped(
         eventually(lambda: is_answered(client, reset), "no answer")
         assert isinstance(reset.reply, p.Number | p.Refused)  # refused if a writer came first
         assert saved(client, ALICE) == 1
+
+
+def test_what_an_engine_held_that_died_during_its_reset_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drops = HeldDrops(monkeypatch)
+    path = tmp_path / "s"
+    with serving(config(8, tmp_path / "kv"), path) as server:
+        mine, dead = worker(path), engine(path)
+        assert len(dead.put_match(BOB, keys(1, 2, 3)).slots) == 3
+        dead.submit(p.Reset(0, ALICE))
+        assert drops.begun.wait(PATIENCE_SECONDS)
+        for client in (dead, mine):
+            client.close()
+        manager = server.manager
+        assert manager is not None
+        eventually(lambda: not manager.stats().running_puts, "a dead engine keeps its slots")
+        drops.go.set()
+        eventually(lambda: not server.clients, "it still counts")

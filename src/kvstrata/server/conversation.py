@@ -101,7 +101,9 @@ class Conversation:
         self._answer(request, partial(_HANDLERS[type(request)], self, request))
 
     def end(self) -> None:
-        """The client has gone: release all that it held."""
+        """The client has gone: release all that it held. Again, it does nothing."""
+        if self._is_over:
+            return
         self._is_over = True
         if self._following is not None:
             self._following.end()
@@ -317,14 +319,13 @@ class Conversation:
         self, request: p.Request, outcome: T | Exception, answer: Callable[[T], None]
     ) -> None:
         """Tell the client what came of what was submitted for *request*."""
-        if self._is_over:
-            return
-        if isinstance(outcome, KVStrataError):
-            self._refuse(request, outcome)
-        elif isinstance(outcome, Exception):
-            self.is_broken = True
-        else:
-            self._answer(request, partial(answer, outcome))
+        if not self._is_over:
+            if isinstance(outcome, KVStrataError):
+                self._refuse(request, outcome)
+            elif isinstance(outcome, Exception):
+                self.is_broken = True
+            else:
+                self._answer(request, partial(answer, outcome))
         self._resumed()
 
     def _answer(self, request: p.Request, answer: Callable[[], None]) -> None:

@@ -194,8 +194,10 @@ class Switchboard:
             self._drop(client, "it does not read its news")
         elif client.conversation.is_broken:
             self._drop(client, "a bug")
-        elif connection.is_ended and not (connection.has_frame or client.conversation.is_resetting):
-            self._drop(client)
+        elif connection.is_ended and not connection.has_frame:
+            self._end(client)
+            if not client.conversation.is_resetting:  # else it counts until that is done
+                self._drop(client)
         if not client.is_here:
             return
         if connection.has_frame and self._is_served(client):
@@ -282,9 +284,13 @@ class Switchboard:
         self._buffered_bytes -= client.counted_bytes
         if client.watched is not None:
             self._poller.unwatch(client.fd)
+        self._end(client)
+        del self._clients[client.fd]  # last: who sees that it has gone finds nothing of it
+        client.connection.close()
+
+    def _end(self, client: Client) -> None:
+        """Release what *client* held: it has nothing more to say."""
         try:
             client.conversation.end()
         except Exception:  # noqa: BLE001 - thread top: the others must be served
             _log.exception("what a client held is kept by a bug")
-        del self._clients[client.fd]  # last: who sees that it has gone finds nothing of it
-        client.connection.close()
