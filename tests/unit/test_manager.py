@@ -30,6 +30,7 @@ from tests.caches import (
     save,
     write,
 )
+from tests.gated import GatedStore
 
 from kvstrata.core.errors import ConfigError, FormatError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import BlockKey
@@ -900,6 +901,26 @@ def test_failing_disk_costs_hits_and_later_all_is_written(
     assert not manager.stats().tiers[1].switched_off
     assert on_disk(manager) == 6
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+
+
+def test_what_a_disk_that_is_switched_off_has_comes_from_the_remote_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = GatedStore({})
+    manager = KVManager(config(4, tmp_path), block_bytes=BLOCK_BYTES, remote=store)
+    save(manager, ALICE, keys(1, 2))
+    for prompt in range(3):
+        eventually(lambda: manager.stats().is_at_rest, "not written")
+        save(manager, BOB, keys(prompt, 0, 0))
+    assert {ALICE + k for k in keys(1, 2)} <= store.values.keys()
+    disk = FailingDisk(monkeypatch)
+    while not manager.stats().tiers[1].switched_off:
+        load(manager, ALICE, keys(1, 2))
+    assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
+    assert manager.counters.snapshot()["kvstrata_lookup_blocks_total{tier=remote}"] == 2
+    disk.broken = False
+    manager.check()
+    manager.close()
 
 
 def test_what_is_on_its_way_down_has_yet_to_be_written(

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstrata.core.keys import ABSENT, BlockIds
-from kvstrata.index.places import DISK, HOST, REMOTE, WRITING
+from kvstrata.index.places import HOST, REMOTE, WRITING
 from kvstrata.manager.planner import Plan, Planner, Reason
 from kvstrata.manager.reads import FINDABLE, IS_FINDABLE, TIERS, Arrival, Reads
 from kvstrata.manager.residency import Residency, Slots, leading
@@ -118,11 +118,8 @@ class Aims:
         """*task* goes for its last end, and *slots* are for what that lacks."""
         cache, end = self._cache, aim.ends[-1]
         ids = np.concatenate([task.ids[: end.blocks], end.ids])
-        new = task.ids[aim.counted : end.blocks]
-        here = cache.has(new, HOST)
-        on_disk = ~here & cache.has(new, DISK)
-        task.disk_blocks += int(np.count_nonzero(on_disk))
-        task.remote_blocks += int(np.count_nonzero(~here & ~on_disk))
+        new = slice(aim.counted, end.blocks)
+        self._reads.count(task, ids[new], sources[new])
         aim.tried, aim.counted = end.blocks, max(aim.counted, end.blocks)
         lacking = np.flatnonzero(sources)
         before = self._reads.awaited(ids)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstrata.core.keys import ABSENT, BlockIds, StoreKeys, as_index
 from kvstrata.core.types import NamespaceId, Read
-from kvstrata.index.places import ARRIVING, DISK, HOST, WRITING
+from kvstrata.index.places import ARRIVING, HOST, WRITING
 from kvstrata.manager.aims import Aims
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.explaining import explain
@@ -296,10 +296,7 @@ class Gets:
             plan = plan._replace(blocks=int(lacking[len(slots)]), reason=Reason.NO_ROOM)
         cache.unlease(ids[plan.blocks :])
         taken, sources = ids[: plan.blocks], sources[: plan.blocks]
-        here = cache.has(taken, HOST)
-        on_disk = ~here & cache.has(taken, DISK)
-        task.disk_blocks += int(np.count_nonzero(on_disk))
-        task.remote_blocks += int(np.count_nonzero(~here & ~on_disk))
+        self._reads.count(task, taken, sources)
         before = self._reads.awaited(taken)
         arrivals = self._reads.reserve(
             taken[lacking[: len(slots)]], sources[lacking[: len(slots)]], slots

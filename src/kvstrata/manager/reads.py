@@ -70,9 +70,14 @@ class Reads:
         self._lower = lower
 
     def sources(self, ids: BlockIds) -> NDArray[np.uint8]:
-        """For each block 0 if it is in host memory or on the way there, else 1 + its tier's index."""
+        """For each block 0 if it is in host memory or on the way there, else 1 + its tier's index.
+
+        While the disk is switched off, what the remote tier has as well comes from there.
+        """
         here = self._cache.has(ids, HOST | ARRIVING)
         on_disk = self._cache.has(ids, DISK)
+        if "remote" in self._lower and on_disk.any() and self._lower["disk"].is_off():
+            on_disk &= ~self._cache.has(ids, REMOTE)
         return np.where(here, 0, np.where(on_disk, 1, 2)).astype(np.uint8)
 
     def usable(self, sources: NDArray[np.uint8]) -> int:
@@ -86,6 +91,13 @@ class Reads:
             if here.any() and self._lower[tier].is_off():
                 usable = min(usable, int(here.argmax()))
         return usable
+
+    def count(self, task: GetTask, ids: BlockIds, sources: NDArray[np.uint8]) -> None:
+        """*task* gets *ids*, whose ``sources`` are these, from a lower tier unless they are in host memory."""
+        away = ~self._cache.has(ids, HOST)
+        on_disk = away & self._cache.has(ids, DISK) & (sources != 1 + TIERS.index("remote"))
+        task.disk_blocks += int(np.count_nonzero(on_disk))
+        task.remote_blocks += int(np.count_nonzero(away & ~on_disk))
 
     def reserve(self, ids: BlockIds, sources: NDArray[np.uint8], slots: Slots) -> list[Arrival]:
         """*ids* are about to be read into *slots*."""
