@@ -16,6 +16,7 @@ from kvstrata.transfer.presence import Presence
 
 KEYS = [bytes([n]) * 48 for n in range(4)]
 MANY = [number.to_bytes(48, "big") for number in range(300)]
+AT_A_TIME = 8  # searches
 
 
 class Waiting(MemoryStore):
@@ -93,12 +94,33 @@ def test_a_search_that_takes_too_long_answers_with_what_it_knows() -> None:
     finder.close()
 
 
+def test_searches_that_come_together_are_answered_side_by_side() -> None:
+    """As by a store that is far away: each waits for its own answer, not for those of others."""
+    together = threading.Barrier(AT_A_TIME)
+
+    class Far(MemoryStore):
+        def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+            together.wait(PATIENCE_SECONDS)
+            return super().exists(keys)
+
+    store = Far(block_bytes=4, capacity_blocks=AT_A_TIME)
+    keys = MANY[:AT_A_TIME]
+    store.write(keys, [None] * AT_A_TIME, [memoryview(b"1234")] * AT_A_TIME)
+    finder = finder_of(store)
+    counts: list[int] = []
+    for key in keys:
+        finder.find([key], counts.append)
+    eventually(lambda: len(counts) == AT_A_TIME, "they wait for each other")
+    assert counts == [1] * AT_A_TIME
+    finder.close()
+
+
 def test_a_search_that_has_waited_too_long_for_its_turn_asks_nothing() -> None:
     store, now = Asked(20), [0.0]
     presence = Presence(store.exists, missing_seconds=0)
     finder = Finder(presence, width=8, search_seconds=0.1, clock=lambda: now[0])
     blocked = threading.Event()
-    for _ in range(2):
+    for _ in range(AT_A_TIME):
         finder._threads.submit(blocked.wait)
     counts: list[int] = []
     finder.find(MANY[:20], counts.append)
@@ -134,7 +156,7 @@ def test_too_many_searches_find_nothing_at_once_and_later_there_is_room() -> Non
         finder.find(KEYS, counts.append)
     refused = len(counts)
     assert set(counts) == {0}
-    assert 30 <= refused <= 36  # those under way wait no more
+    assert 36 - AT_A_TIME <= refused <= 36  # those under way wait no more
     store.go.set()
     eventually(lambda: len(counts) == 100, "a search has no end")
     assert counts[refused:] == [4] * (100 - refused)

@@ -100,7 +100,7 @@ class ObjectTier(RemoteTier):
     )
     parallel: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=1024)] = Field(
         default=32,
-        description="Requests that are under way at the same time at most.",
+        description="Requests of one call that are under way at the same time at most.",
         examples=["32"],
     )
     ttl_seconds: _Lifetime | None = Field(

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_THREADS: Final = 2
+_THREADS: Final = 8  # started as they are needed
 _STALE_SECONDS: Final = 1.0
 _MOST_WAITING: Final = 64  # searches; what comes on top finds nothing
 
