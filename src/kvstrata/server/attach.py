@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.core.errors import KVStrataError, ProtocolError
+from kvstrata.core.errors import KVStrataError, ProtocolError, ServerUnavailable
 from kvstrata.server import protocol as p
 from kvstrata.server.client import ManagerClient
 from kvstrata.storage.mapping import HostMapping
@@ -28,6 +28,8 @@ class Patience:
     seconds: float
     awaits_engine: Callable[[], bool] = lambda: False
     """Whether what starts the server has yet to start itself."""
+    remedy: str | None = None
+    """What to do where none answers; None: start one there."""
 
 
 class Attachment:
@@ -91,10 +93,15 @@ class Attachment:
                     self._keeps_memory = False
                     self._mapped(None)
                 patient = absent_seconds < self._patience.seconds
-                if not patient and str(e) != told:
-                    told = str(e)
+                if not patient and (problem := self._problem(e)) != told:
+                    told = problem
                     _log.warning("no cache server to attach to at %s: %s", self._path, told)
             self._stop.wait(_RETRY_SECONDS)
+
+    def _problem(self, error: Exception) -> str:
+        if isinstance(error, ServerUnavailable) and error.hint is not None:
+            error.hint = self._patience.remedy or error.hint
+        return str(error)
 
     def _attach_and_stay(self) -> None:
         client = self._client = ManagerClient(self._path, self._hello)

@@ -6,6 +6,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.core.config import Config
+from kvstrata.integration.vllm.geometry import ONE_NODE
 from kvstrata.integration.vllm.setup import EngineIdentity
 from kvstrata.integration.vllm.worker import WorkerHalf, WorkerSettings
 from kvstrata.server.attach import Attachment, Patience
@@ -25,6 +26,7 @@ class AttachedWorker:
         self._config = config
         self._path = identity.socket
         self._hello = identity.hello("worker", rank=rank)
+        self._runs_by_ray = vllm_config.parallel_config.use_ray
         self._attachment: Attachment | None = None
         self.half = WorkerHalf(
             WorkerSettings(
@@ -43,7 +45,9 @@ class AttachedWorker:
             self._path,
             self._hello,
             self._set_mapping,
-            patience=Patience(self._config.start_timeout_seconds, self._awaits_engine),
+            patience=Patience(
+                self._config.start_timeout_seconds, self._awaits_engine, self._remedy()
+            ),
             prefault=self._config.prefault,
             pin=self.half.pin,
         )
@@ -58,6 +62,21 @@ class AttachedWorker:
     def _awaits_engine(self) -> bool:
         """An embedded server starts behind all workers, which on a GPU may warm up for minutes."""
         return self._config.server == "embedded" and not self.half.has_begun
+
+    def _remedy(self) -> str:
+        """What to do where no server answers. Of Ray nobody says which node a worker is on."""
+        remedy = (
+            "the engine has one of its own: its log says why that does not answer"
+            if self._config.server == "embedded"
+            else f"start one with 'kvstrata server --socket {self._path}' on the engine's node, "
+            "or name the socket of another"
+        )
+        if not self._runs_by_ray:
+            return remedy
+        return (
+            f"{remedy}; where Ray has put this worker on another node than the engine, none can answer: "
+            f"{ONE_NODE}"
+        )
 
     def _set_mapping(self, mapping: HostMapping | None) -> None:
         if mapping is None:

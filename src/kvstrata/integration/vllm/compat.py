@@ -110,7 +110,7 @@ SURFACE: Final[Surface] = {
     "vllm.config.parallel": {
         "ParallelConfig": (
             "decode_context_parallel_size nnodes_within_dp pipeline_parallel_size "
-            "prefill_context_parallel_size tensor_parallel_size world_size"
+            "prefill_context_parallel_size tensor_parallel_size use_ray world_size"
         ),
     },
     "vllm.config.scheduler": {

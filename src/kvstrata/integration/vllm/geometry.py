@@ -31,9 +31,19 @@ from kvstrata.integration.vllm.compat import SUPPORTED
 from kvstrata.integration.vllm.reach import UNLIMITED, Reach
 from kvstrata.integration.vllm.recurrent import check_recurrent, is_recurrent, state_bytes
 
-__all__ = ["DeviceGeometry", "GroupGeometry", "geometry_from_config", "pages_from_tensors"]
+__all__ = [
+    "ONE_NODE",
+    "DeviceGeometry",
+    "GroupGeometry",
+    "geometry_from_config",
+    "pages_from_tensors",
+]
 
 _RUN_WITHOUT: Final = "run vLLM without the connector (drop --kv-transfer-config)"
+ONE_NODE: Final = (
+    "run each engine on one node, with several engines by data parallelism or a router; "
+    f"or {_RUN_WITHOUT}"
+)
 _UNKNOWN_PLAN: Final = (
     f"install a vLLM that KVStrata was tested with ({SUPPORTED}), or {_RUN_WITHOUT}"
 )
@@ -226,8 +236,7 @@ def _refuse_vllm_config(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             f"the engine's workers are on {nodes} nodes: they all copy to and from the host tier of one "
             "cache server, which is the memory of one node",
-            hint="run each engine on one node, with several engines by data parallelism or a router; "
-            f"or {_RUN_WITHOUT}",
+            hint=ONE_NODE,
         )
     if not (
         vllm_config.scheduler_config.enable_chunked_prefill
