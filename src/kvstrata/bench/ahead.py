@@ -44,16 +44,14 @@ class _Compared:
 def leads(rounds: Sequence[Round]) -> Iterator[Lead]:
     """Of all *rounds* of one step.
 
-    Peers are the contenders that are not KVStrata's and that gave all answers; no connector is one
-    of them where KVStrata reused nothing.
+    Peers are the contenders that are not KVStrata's and that gave all answers, no connector too.
     """
     names = dict.fromkeys(name for each in rounds for name in each)
     for own in filter(is_ours, names):
-        reuses = any(each[own].reused_share for each in rounds if own in each)
         peers = [
             name
             for name in names
-            if (is_peer(name) or (name == "none" and not reuses))
+            if (is_peer(name) or name == "none")
             and not any(each[name].failures for each in rounds if name in each)
         ]
         for compared in _COMPARED:

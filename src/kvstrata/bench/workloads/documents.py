@@ -13,7 +13,7 @@ __all__ = ["Documents"]
 
 class Documents:
     title = "Questions about six of twelve known documents, in random order."
-    contenders = ("none", "kvstrata", "kvstrata-blend")
+    contenders = ("none", "kvstrata", "kvstrata-blend", "native", "lmcache")
     documents: Final = 12
     document_tokens: Final = 320
     asked: Final = 6  # documents of a prompt
