@@ -44,7 +44,7 @@ def test_lmcache_is_not_measured_where_it_is_not(tmp_path: Path) -> None:
 
 
 def test_a_workload_that_no_contender_takes_part_in_is_refused(tmp_path: Path) -> None:
-    arguments = ("--workload", "documents", "--contender", "native", "--output", str(tmp_path))
+    arguments = ("--workload", "documents", "--contender", "example", "--output", str(tmp_path))
     assert "none of the contenders takes part" in refused(*arguments)
 
 
