@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,13 +10,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from bench.operations import __main__ as command
-from bench.operations import cache, kept, wire
+from bench.operations import cache, kept, tiers, wire
 from bench.operations.count import Count
-from bench.operations.hot_paths import HOT_PATHS, HotPath, measure
+from bench.operations.hot_paths import HOT_PATHS, HotPath, Turns, measure
 from bench.operations.kept import compare
 
 from kvstrata.core.keys import BlockHasher
 from kvstrata.server.connection import Connection
+from kvstrata.storage.remote.valkey.resp import RespReader
+from kvstrata.storage.shared_fs_quota import Quota
+from kvstrata.storage.wrap import BreakerStore, CountedStore, LeadingStore
+from kvstrata.transfer.finder import Finder
 
 KEPT = {"lookup": {"instructions": 1000, "C calls": 100}, "save": {"instructions": 500}}
 
@@ -146,6 +151,34 @@ def test_work_that_grows_within_one_call_of_numpy_is_seen() -> None:
     more = many["allocated bytes"] - few["allocated bytes"]
     assert more == pytest.approx(8192 * 8, rel=0.01)
     assert compare({"conversion": few}, {"conversion": many}).failures
+
+
+@pytest.mark.parametrize(
+    ("turns", "owner", "method"),
+    [
+        (partial(tiers.promotion, tier="shared"), Finder, "_search"),
+        (partial(tiers.promotion, tier="shared"), BreakerStore, "_end"),
+        (partial(tiers.promotion, tier="disk"), LeadingStore, "read_into"),
+        (tiers.shared_write, Quota, "reserve"),
+        (tiers.valkey_write, CountedStore, "write"),
+        (tiers.valkey_read, RespReader, "end_value"),
+    ],
+)
+def test_another_system_call_below_host_memory_is_seen(
+    turns: Turns, owner: type, method: str
+) -> None:
+    path = HotPath("tiers", turns, 1, warm_up=2)
+    before = measure(path)
+    once = getattr(owner, method)
+
+    def with_another(*args: Any, **kwargs: Any) -> Any:
+        os.getppid()
+        return once(*args, **kwargs)
+
+    with patch.object(owner, method, with_another):
+        after = measure(path)
+    assert after["system calls"] > before["system calls"]
+    assert after["instructions"] > before["instructions"]
 
 
 def test_another_system_call_of_the_server_is_seen() -> None:
