@@ -16,13 +16,24 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvstrata.bench.figures import percentile
 
-__all__ = ["Steps", "markdown", "timed", "verdict"]
+__all__ = [
+    "HOOKS",
+    "Side",
+    "Steps",
+    "engine_config",
+    "kv_cache_config",
+    "markdown",
+    "request_of",
+    "scheduler_of",
+    "timed",
+    "verdict",
+]
 
 BOUND_MICROSECONDS: Final = 20.0
 BLOCK_TOKENS: Final = 32
@@ -99,25 +110,15 @@ class Side:
     """A scheduler that decodes; the model's part is made up."""
 
     def __init__(self, model: Path, requests: int, *, connector: bool) -> None:
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        self.scheduler = _scheduler(model, requests, connector=connector)
+        config = engine_config(model, requests, {"tiers": "host:64MiB"} if connector else None)
+        self.scheduler = scheduler_of(config, kv_cache_config(config))
         self.spent = [0]
         if connector:
             self.spent = timed(self.scheduler.connector, HOOKS, time.perf_counter_ns)
-        sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-        sampling.update_from_generation_config({}, 99_999)
         for i in range(requests):
             # Of different lengths: they do not complete their blocks in the same step.
             prompt = [1 + (i + j) % 900 for j in range(PROMPT_TOKENS + i % BLOCK_TOKENS)]
-            hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-            self.scheduler.add_request(
-                Request(f"r{i}", prompt, sampling, None, block_hasher=hasher)
-            )
+            self.scheduler.add_request(request_of(f"r{i}", prompt, MAX_TOKENS))
         while self.scheduler.waiting:
             self.step()
 
@@ -138,8 +139,21 @@ class Side:
             self.scheduler.connector.shutdown()
 
 
-def _scheduler(model: Path, requests: int, *, connector: bool) -> Any:
-    import torch
+def request_of(name: str, prompt: list[int], tokens: int) -> Any:
+    """vLLM's request for so many *tokens* behind *prompt*."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    sampling.update_from_generation_config({}, 99_999)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    return Request(name, prompt, sampling, None, block_hasher=hasher)
+
+
+def engine_config(model: Path, requests: int, settings: Mapping[str, object] | None) -> Any:
+    """vLLM's configuration of an engine for so many requests, with the connector if it has *settings*."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -148,21 +162,17 @@ def _scheduler(model: Path, requests: int, *, connector: bool) -> Any:
         SchedulerConfig,
         VllmConfig,
     )
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
 
     transfer = KVTransferConfig(
         kv_connector="KVStrataConnector",
         kv_connector_module_path="kvstrata.integration.vllm.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"tiers": "host:64MiB"},
+        kv_connector_extra_config=dict(settings or {}),
     )
-    blocks = requests * (2 + MAX_TOKENS // BLOCK_TOKENS) + 1
     cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
-    cache.num_gpu_blocks = blocks
-    config = VllmConfig(
+    cache.num_gpu_blocks = requests * (2 + MAX_TOKENS // BLOCK_TOKENS) + 1
+    return VllmConfig(
         model_config=ModelConfig(model=str(model), skip_tokenizer_init=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max(8, requests),
@@ -173,15 +183,40 @@ def _scheduler(model: Path, requests: int, *, connector: bool) -> Any:
         ),
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=transfer if connector else None,
+        kv_transfer_config=None if settings is None else transfer,
     )
-    # Pages of a few bytes: nothing is computed, and nobody copies them.
+
+
+def kv_cache_config(config: Any) -> Any:
+    """What vLLM would plan for *config* and a model of one layer, with pages of 256 bytes."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+
     spec = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
+    blocks, page_bytes = config.cache_config.num_gpu_blocks, spec.page_size_bytes
+    size_bytes = blocks * page_bytes
+    tensor = KVCacheTensor(size_bytes, ["layer"], layer_stride=size_bytes, block_stride=page_bytes)
+    return KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)])
+
+
+def scheduler_of(config: Any, planned: Any) -> Any:
+    """vLLM's scheduler with the connector that *config* names."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    init_none_hash(sha256)
     return Scheduler(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=planned,
         log_stats=True,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,

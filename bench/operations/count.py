@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import sys
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -124,22 +125,27 @@ def _each_instruction(call: Callable[[], None]) -> Iterator[None]:
 
 
 class Count:
-    """Makes calls and adds what they do to ``sample``; code of the benchmarks is left out."""
+    """Makes calls and adds what they do to ``sample``; code of the benchmarks is left out.
+
+    Of several threads that call, one waits until another's call has ended.
+    """
 
     def __init__(self) -> None:
         self.sample: Sample = Counter()
         self.measure: Measure = nothing
+        self._turn = threading.Lock()
 
     def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What *call* returns. No garbage is collected meanwhile."""
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            with self.measure(self.sample):
-                return call(*args, **kwargs)
-        finally:
-            if enabled:
-                gc.enable()
+        with self._turn:
+            enabled = gc.isenabled()
+            gc.disable()
+            try:
+                with self.measure(self.sample):
+                    return call(*args, **kwargs)
+            finally:
+                if enabled:
+                    gc.enable()
 
 
 def _is_ours(frame: FrameType) -> bool:

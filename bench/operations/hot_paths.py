@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-from bench.operations import cache, copies, engine, prompts, tiers, wire
+from bench.operations import cache, copies, engine, engine_copies, prompts, tiers, wire
 from bench.operations.count import Count, Sample, allocations, code
 from bench.operations.tallies import tallies
 
@@ -51,15 +51,16 @@ HOT_PATHS: Final = (
     ),
     HotPath("32 blocks written to disk", copies.disk_write, 9, warm_up=10),
     HotPath("32 blocks read from disk", copies.disk_read),
-    HotPath("64 blocks promoted from disk", partial(tiers.promotion, tier="disk"), warm_up=3),
+    HotPath("64 blocks promoted from disk", partial(tiers.promotion, tier="disk"), 3, warm_up=3),
     HotPath(
         "64 blocks promoted from a shared directory",
         partial(tiers.promotion, tier="shared"),
+        3,
         warm_up=3,
     ),
     HotPath("32 blocks written to a shared directory", tiers.shared_write, 3),
-    HotPath("32 blocks written to Valkey", tiers.valkey_write),
-    HotPath("32 blocks read from Valkey", tiers.valkey_read),
+    HotPath("32 blocks written to Valkey", tiers.valkey_write, 3),
+    HotPath("32 blocks read from Valkey", tiers.valkey_read, 3),
     HotPath("blend match of 16384 tokens", prompts.blend_match),
     HotPath("replay of 60 requests", prompts.replay, 1),
     # Now and then the server's process has said something.
@@ -71,6 +72,24 @@ HOT_PATHS: Final = (
             is_seeded=False,  # the name of its socket must be like no other
         )
         for requests in (1, 64)
+    ),
+    HotPath(
+        "8 prompts saved, scheduler's half",
+        partial(engine_copies.save, half="scheduler"),
+        3,
+        warm_up=2,
+    ),
+    HotPath(
+        "8 prompts saved, worker's half", partial(engine_copies.save, half="worker"), 3, warm_up=2
+    ),
+    HotPath(
+        "8 prompts loaded, scheduler's half",
+        partial(engine_copies.load, half="scheduler"),
+        3,
+        warm_up=2,
+    ),
+    HotPath(
+        "8 prompts loaded, worker's half", partial(engine_copies.load, half="worker"), 3, warm_up=2
     ),
 )
 

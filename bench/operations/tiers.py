@@ -38,7 +38,7 @@ def promotion(count: Count, tier: Literal["disk", "shared"]) -> Generator[None]:
             manager.launch([task.task_id])
             manager.complete([task.task_id])
             assert all(lower.drain(_PATIENCE_SECONDS) for lower in manager._lower.values())
-        promote = _InTurn(count, manager)
+        promote = _Promotions(count, manager)
         for turn in range(1 << 20):
             status = promote(prompts[turn % 2])
             assert len(status.slots) == _PROMPT_BLOCKS
@@ -47,12 +47,11 @@ def promotion(count: Count, tier: Literal["disk", "shared"]) -> Generator[None]:
             yield
 
 
-class _InTurn:
-    """Promotes, and has each step counted on its own thread, none before the last has ended."""
+class _Promotions:
+    """Has each step counted on its own thread."""
 
     def __init__(self, count: Count, manager: KVManager) -> None:
         self._count, self._manager = count, manager
-        self._turn = threading.Lock()
         self._told: list[TaskStatus] = []
         self._ended = threading.Event()
         for lower in manager._lower.values():
@@ -62,15 +61,13 @@ class _InTurn:
     def __call__(self, keys: KeyArray) -> TaskStatus:
         self._told.clear()
         self._ended.clear()
-        with self._turn:
-            self._count(self._manager.get_match, NAMESPACE, keys, settled=self._told.append)
+        self._count(self._manager.get_match, NAMESPACE, keys, settled=self._told.append)
         assert self._ended.wait(_PATIENCE_SECONDS)
         return self._told[-1]
 
     def _counted(self, step: Callable[..., None]) -> Callable[..., None]:
         def counted(*args: Any) -> None:
-            with self._turn:
-                self._count(step, *args)
+            self._count(step, *args)
             if self._told and self._told[-1].state is TaskState.READY:
                 self._ended.set()
 
