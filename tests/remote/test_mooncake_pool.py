@@ -20,8 +20,8 @@ from tests.remote.proxy import Fault, Proxy
 from kvstrata.core.errors import ConfigError, TierUnavailable
 from kvstrata.core.types import Read, Write
 from kvstrata.storage.mapping import HostMapping
-from kvstrata.storage.remote.mooncake.library import LANES
 from kvstrata.storage.remote.mooncake.store import MooncakeStore
+from kvstrata.storage.store import MOST_CALLS
 from kvstrata.testing.samples import ONE, OTHER, dirty, fetch, key, random_value
 
 BLOCK_BYTES = 256 << 10
@@ -214,7 +214,7 @@ class TestTheProcessOfTheLibrary:
             list(pool.map(read, [[n, n + 1] for n in range(20)]))
             threads = len(list(tasks.iterdir()))
             list(pool.map(read, [[n, n + 1] for n in range(20)]))
-        assert len(list(tasks.iterdir())) <= threads + LANES
+        assert len(list(tasks.iterdir())) <= threads + MOST_CALLS
 
     def test_a_library_that_cannot_be_loaded_is_a_wrong_configuration(
         self, engine: MooncakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

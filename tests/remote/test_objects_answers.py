@@ -3,9 +3,11 @@
 import os
 import socket
 import ssl
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -43,7 +45,7 @@ def store(server: OddServer) -> Iterator[ObjectStore]:
         yield store
 
 
-def open_store(port: int) -> ObjectStore:
+def open_store(port: int, *, anonymous: bool = False) -> ObjectStore:
     keys = {
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -54,7 +56,9 @@ def open_store(port: int) -> ObjectStore:
             "s3://bucket/prefix",
             block_bytes=BLOCK_BYTES,
             timeout_seconds=1.0,
-            access=ObjectAccess(endpoint=f"http://127.0.0.1:{port}", parallel=4),
+            access=ObjectAccess(
+                endpoint=f"http://127.0.0.1:{port}", parallel=4, anonymous=anonymous
+            ),
         )
 
 
@@ -369,3 +373,26 @@ def test_the_store_keeps_a_bounded_number_of_connections(
     assert store.exists([key(number) for number in range(100)]) == [False] * 100
     assert server.connections == 4
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 4
+
+
+@pytest.mark.parametrize("anonymous", [False, True], ids=["signed", "by obstore"])
+def test_a_second_burst_of_searches_finds_the_connections_of_the_first(
+    server: OddServer, anonymous: bool
+) -> None:
+    searches, parallel = 8, 4
+    together = threading.Barrier(searches * parallel)
+
+    def missing(_: Request) -> bytes:
+        together.wait(10)
+        return answer("404 Not Found")
+
+    server.answer = missing
+    asked = [key(number) for number in range(parallel)]
+    with (
+        closing(open_store(server.port, anonymous=anonymous)) as store,
+        ThreadPoolExecutor(searches) as pool,
+    ):
+        for _ in range(2):
+            found = pool.map(lambda _: store.exists(asked), range(searches))
+            assert list(found) == [[False] * parallel] * searches
+            assert server.connections == searches * parallel

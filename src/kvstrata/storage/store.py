@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvstrata.core.errors import FaultCause
 from kvstrata.core.types import NamespaceId, Read, StoreKey, Write
+
+MOST_CALLS: Final = 16
+"""Of a server to one store at a time: searches, reads and writes."""
 
 
 class StoreStatistics(NamedTuple):

@@ -17,11 +17,11 @@ from kvstrata.storage.remote.mooncake.faults import unavailable
 from kvstrata.storage.remote.mooncake.process import LibraryProcess
 from kvstrata.storage.remote.mooncake.wire import Get, Head, Orders, Piece, Put, Request
 from kvstrata.storage.remote.value import HEADER_BYTES
+from kvstrata.storage.store import MOST_CALLS
 
-__all__ = ["LANES", "MOST_KEYS", "Lane", "MooncakeLibrary"]
+__all__ = ["MOST_KEYS", "Lane", "MooncakeLibrary"]
 
 MOST_KEYS: Final = 128  # in one call of the library
-LANES: Final = 12  # calls at a time; further ones wait for their turn
 _STRIDE_BYTES: Final = -(-HEADER_BYTES // 64) * 64
 _NO_HEADER: Final = bytes(HEADER_BYTES)
 _HEADERS_BYTES: Final = -(-MOST_KEYS * _STRIDE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -106,19 +106,19 @@ class MooncakeLibrary:
         """
         self.name = name
         lane_bytes = _HEADERS_BYTES + -(-room_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memories = [(_memfd(LANES * lane_bytes), LANES * lane_bytes)]
+        self._memories = [(_memfd(MOST_CALLS * lane_bytes), MOST_CALLS * lane_bytes)]
         self._host_start = self._host_bytes = 0
         if memory is not None:
             self._host_start, self._host_bytes = memory.address, memory.total_bytes
             self._memories.append((os.dup(memory.fd), memory.total_bytes))
-        buffers = memoryview(mmap.mmap(self._memories[_BUFFERS][0], LANES * lane_bytes))
+        buffers = memoryview(mmap.mmap(self._memories[_BUFFERS][0], MOST_CALLS * lane_bytes))
         self._port = orders.port
         self._orders = msgspec.structs.replace(orders, memories=self._memories)
         self._starting = threading.Lock()  # held to change ``_process``, and while it joins
         self._turns = threading.Condition()  # guards ``_free`` and ``_closed``
         self._free = [
             Lane(self, buffers[start : start + lane_bytes], start)
-            for start in range(0, LANES * lane_bytes, lane_bytes)
+            for start in range(0, MOST_CALLS * lane_bytes, lane_bytes)
         ]
         self._closed = False
         self._process = LibraryProcess(self._orders, name)

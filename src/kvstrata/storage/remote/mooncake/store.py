@@ -23,7 +23,7 @@ from kvstrata.storage.mapping import HostMapping
 from kvstrata.storage.remote.ledger import Ledger
 from kvstrata.storage.remote.mooncake.calls import Calls
 from kvstrata.storage.remote.mooncake.codes import NOT_FOUND, has_failed
-from kvstrata.storage.remote.mooncake.library import LANES, MooncakeLibrary
+from kvstrata.storage.remote.mooncake.library import MooncakeLibrary
 from kvstrata.storage.remote.mooncake.node import (
     MasterAddress,
     MooncakeNode,
@@ -34,7 +34,7 @@ from kvstrata.storage.remote.mooncake.node import (
 from kvstrata.storage.remote.mooncake.rounds import Place, rounds
 from kvstrata.storage.remote.mooncake.segment import PoolSegment
 from kvstrata.storage.remote.value import HEADER_BYTES, header_of, judge_header, judge_value
-from kvstrata.storage.store import StoreStatistics
+from kvstrata.storage.store import MOST_CALLS, StoreStatistics
 
 __all__ = ["MooncakeNode", "MooncakeStore"]
 
@@ -74,7 +74,7 @@ class MooncakeStore:
         self._library = MooncakeLibrary(
             self._ledger.name,
             orders,
-            room_bytes=max(block_bytes, node.buffer_bytes // LANES),
+            room_bytes=max(block_bytes, node.buffer_bytes // MOST_CALLS),
             memory=memory,
         )
         self._segment = None

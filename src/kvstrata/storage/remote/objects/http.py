@@ -19,6 +19,7 @@ from kvstrata.storage.remote.objects.connection import (
 )
 from kvstrata.storage.remote.objects.values import Deadline
 from kvstrata.storage.remote.resolver import Place, Resolver
+from kvstrata.storage.store import MOST_CALLS
 
 __all__ = ["HttpClient"]
 
@@ -29,7 +30,7 @@ _IDLE_SECONDS: Final = 30.0  # others on the way forget a connection after some 
 class HttpClient:
     """Talks to one *origin*, as ``https://host:port``. Thread-safe; each thread has its own call.
 
-    A call opens at most *parallel* connections, and *parallel* are kept open between calls. It
+    A call opens at most *parallel* connections, and those of ``MOST_CALLS`` are kept open. It
     follows no redirects, uses no proxy and tries nothing twice.
     """
 
@@ -131,7 +132,7 @@ class HttpClient:
     def _put_back(self, connection: Connection) -> None:
         connection.idle_since_seconds = time.monotonic()
         with self._lock:
-            if not self._is_closed and len(self._idle) < self._parallel:
+            if not self._is_closed and len(self._idle) < MOST_CALLS * self._parallel:
                 self._idle.append(connection)
                 return
         connection.close()

@@ -20,6 +20,7 @@ from kvstrata.storage.remote.objects.access import Place
 from kvstrata.storage.remote.objects.faults import is_full, names_no_object, refused
 from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Wanted
 from kvstrata.storage.remote.value import HEADER_BYTES
+from kvstrata.storage.store import MOST_CALLS
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -45,8 +46,8 @@ class Fetched(NamedTuple):
 class Library:
     """The calls that a store is made of, each under a deadline, many objects side by side.
 
-    They raise what is in ``object_faults.FAULTS``. obstore's blocking calls run on up to
-    ``parallel`` threads: a thread that misses its deadline has no buffer of the caller's, and ends
+    They raise what is in ``object_faults.FAULTS``. obstore's blocking calls run on threads,
+    up to ``parallel`` of each call: a thread that misses its deadline has no buffer of the caller's, and ends
     soon after, since no request takes longer than the timeout. obstore's asynchronous calls abort
     the process when it ends a moment after one of them (0.12.1).
     """
@@ -58,7 +59,7 @@ class Library:
         self._parallel = parallel
         self._flights = max(1, min(parallel, _FLIGHT_BYTES // self._stored_bytes))
         self._can_create = True  # until the engine says that it knows no conditional write
-        self._threads = ThreadPoolExecutor(parallel, "kvstrata-objects")
+        self._threads = ThreadPoolExecutor(MOST_CALLS * parallel, "kvstrata-objects")
 
     def find(self, names: Sequence[str], deadline: Deadline) -> list[Found | None]:
         """Look at objects; ``None`` for one that is not there."""

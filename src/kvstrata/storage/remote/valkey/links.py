@@ -23,12 +23,12 @@ from kvstrata.storage.remote.valkey.address import Address, Login
 from kvstrata.storage.remote.valkey.deadline_socket import DeadlineSocket, remaining_seconds
 from kvstrata.storage.remote.valkey.faults import fault_of
 from kvstrata.storage.remote.valkey.resp import ErrorReply, NotRespError, RespReader
+from kvstrata.storage.store import MOST_CALLS
 
 __all__ = ["FAULTS", "Dialer", "Link", "Links", "Session"]
 
 Word = bytes | str | int
 FAULTS: Final = (ValkeyError, ErrorReply, NotRespError, OSError)  # of servers and the way to them
-_IDLE_LINKS: Final = 16  # kept for each server; more only while more threads call
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -317,7 +317,7 @@ class Links:
                 if not whole:
                     done += [link, *idle]
                     idle.clear()
-                elif link.answers.is_empty and not self._closed and len(idle) < _IDLE_LINKS:
+                elif link.answers.is_empty and not self._closed and len(idle) < MOST_CALLS:
                     idle.append(link)
                 else:
                     done.append(link)
