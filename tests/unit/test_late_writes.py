@@ -12,9 +12,11 @@ from tests.caches import (
     BLOCK_BYTES,
     BOB,
     PATIENCE_SECONDS,
+    contents,
     eventually,
     host_slot,
     keys,
+    load,
     save,
 )
 from tests.gated import GatedStore
@@ -25,6 +27,7 @@ from kvstrata.core.types import BlockKey, StoreKey, Write
 from kvstrata.manager import cascade, choices
 from kvstrata.manager.manager import KVManager
 from kvstrata.storage.disk import DiskStore
+from kvstrata.storage.wrap import BreakerStore
 from kvstrata.testing.memory import MemoryStore
 
 HOST_SLOTS = 8
@@ -57,6 +60,25 @@ def is_kept(manager: KVManager, asked: list[BlockKey]) -> bool:
 def turns_over(manager: KVManager) -> None:
     for prompt in range(4 * HOST_SLOTS):
         eventually(partial(is_kept, manager, keys(prompt)), "nothing can be saved any more")
+
+
+class HungWrites:
+    """From now on a write to a disk ends when ``go`` is set; ``hung``: of how many blocks each is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.hung, real = threading.Event(), list[int](), DiskStore.write
+
+        def hanging(
+            store: DiskStore,
+            keys: Sequence[StoreKey],
+            parents: Sequence[StoreKey | None],
+            buffers: Sequence[memoryview],
+        ) -> list[Write]:
+            self.hung.append(len(keys))
+            assert self.go.wait(PATIENCE_SECONDS)
+            return real(store, keys, parents, buffers)
+
+        monkeypatch.setattr(DiskStore, "write", hanging)
 
 
 def lost(manager: KVManager) -> int:
@@ -98,19 +120,7 @@ def test_tier_every_writer_of_which_is_in_a_call_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_depth: int
 ) -> None:
     """Nobody comes back from the store to tell that it is switched off."""
-    go, hung, real = threading.Event(), list[int](), DiskStore.write
-
-    def hanging(
-        store: DiskStore,
-        keys: Sequence[StoreKey],
-        parents: Sequence[StoreKey | None],
-        buffers: Sequence[memoryview],
-    ) -> list[Write]:
-        hung.append(len(keys))
-        assert go.wait(PATIENCE_SECONDS)
-        return real(store, keys, parents, buffers)
-
-    monkeypatch.setattr(DiskStore, "write", hanging)
+    writes = HungWrites(monkeypatch)
     monkeypatch.setattr(choices, "_HUNG_SECONDS", 0.05)
     monkeypatch.setattr(cascade, "WRITE_BATCH_BYTES", BATCH_BLOCKS * BLOCK_BYTES)
     disk = {
@@ -122,7 +132,33 @@ def test_tier_every_writer_of_which_is_in_a_call_that_hangs(
     with above(disk, slots=24) as manager:
         for prompt in range(3):
             save(manager, BOB, keys(prompt, *[0] * 7))
-        eventually(lambda: hung == [BATCH_BLOCKS] * 2 * write_depth, "not every writer hangs")
+        eventually(
+            lambda: writes.hung == [BATCH_BLOCKS] * 2 * write_depth, "not every writer hangs"
+        )
         eventually(lambda: manager.stats().tiers[1].switched_off, "the disk is not switched off")
         turns_over(manager)
-        go.set()
+        writes.go.set()
+
+
+def test_disk_every_writer_of_which_hangs_while_reads_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is frozen: each read proves that the disk answers."""
+    breaker = {**(BreakerStore.__init__.__kwdefaults__ or {}), "retry_seconds": 0.05}
+    monkeypatch.setattr(BreakerStore.__init__, "__kwdefaults__", breaker)
+    monkeypatch.setattr(choices, "_HUNG_SECONDS", 0.05)
+    monkeypatch.setattr(cascade, "WRITE_BATCH_BYTES", BATCH_BLOCKS * BLOCK_BYTES)
+    disk = {"kind": "disk", "paths": str(tmp_path), "capacity": "512KiB", "write_depth": 1}
+    with above(disk, slots=24) as manager:
+        save(manager, ALICE, keys(7))
+        save(manager, BOB, keys(*[9] * 24))
+        eventually(lambda: manager.stats().is_at_rest, "not written")
+        writes = HungWrites(monkeypatch)
+        for prompt in range(3):
+            save(manager, BOB, keys(prompt, *[0] * 7))
+        eventually(lambda: writes.hung == [BATCH_BLOCKS] * 2, "not every writer hangs")
+        turns_over(manager)
+        eventually(lambda: load(manager, ALICE, keys(7)) == contents(ALICE, keys(7)), "not read")
+        assert not manager.stats().tiers[1].switched_off
+        turns_over(manager)
+        writes.go.set()

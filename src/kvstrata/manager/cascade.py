@@ -117,6 +117,8 @@ class Cascade:
             name=tier,
             slow_seconds=settings.hung_seconds,
         )
+        self._hung_seconds = settings.hung_seconds
+        self._moved_at = 0.0  # monotonic seconds: a batch has begun or ended, last
         self._batches = Gate()  # a batch is inside while it is on its way to the store
         self._paying = threading.Lock()  # held by whoever makes owed drops
         self._under_way: list[BlockIds] = []  # those batches; guarded by the lock of *desk*
@@ -169,8 +171,14 @@ class Cascade:
         return self._store.refuses or (self._store.is_open and self._transfer.is_reading)
 
     def is_stopped(self) -> bool:
-        """Whether nothing is written for now: the store is switched off, or owes a drop. Needs the lock."""
-        return bool(self._owed_drops) or self._store.is_open
+        """Whether nothing is written for now. Needs the lock.
+
+        The store is switched off, or owes a drop, or every writer hangs: reads may succeed meanwhile.
+        """
+        return bool(self._owed_drops) or self._store.is_open or self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        return bool(self._under_way) and time.monotonic() - self._moved_at > self._hung_seconds
 
     def relieve(self) -> None:
         """If the store is switched off, what waits for it ends, and holds no slots any more."""
@@ -356,6 +364,7 @@ class Cascade:
     def _begin_batch(self, ids: BlockIds) -> tuple[_Batch, list[StoreKey]]:
         """*ids* are written next; with them what the disk gives up for it. Needs the lock."""
         self._under_way.append(ids)
+        self._moved_at = time.monotonic()
         victims = []
         if self._tier == "disk":
             victims = self._cache.make_disk_room(np.concatenate(self._under_way))
@@ -399,6 +408,7 @@ class Cascade:
             self._cache.write_later(self._tier, batch.ids)
 
     def _forget_batch(self, batch: _Batch) -> None:
+        self._moved_at = time.monotonic()
         self._under_way = [ids for ids in self._under_way if ids is not batch.ids]
 
     def _count_fault(self, cause: str, count: int) -> None:
