@@ -903,8 +903,9 @@ def test_failing_disk_costs_hits_and_later_all_is_written(
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
 
 
+@pytest.mark.parametrize("restarted", [False, True])  # then it has to be asked what it has
 def test_what_a_disk_that_is_switched_off_has_comes_from_the_remote_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
     store = GatedStore({})
     manager = KVManager(config(4, tmp_path), block_bytes=BLOCK_BYTES, remote=store)
@@ -913,11 +914,20 @@ def test_what_a_disk_that_is_switched_off_has_comes_from_the_remote_tier(
         eventually(lambda: manager.stats().is_at_rest, "not written")
         save(manager, BOB, keys(prompt, 0, 0))
     assert {ALICE + k for k in keys(1, 2)} <= store.values.keys()
+    if restarted:
+        manager.close()
+        store = GatedStore(store.values)
+        manager = KVManager(config(4, tmp_path), block_bytes=BLOCK_BYTES, remote=store)
     disk = FailingDisk(monkeypatch)
     while not manager.stats().tiers[1].switched_off:
-        load(manager, ALICE, keys(1, 2))
+        load(manager, BOB, keys(0, 0))
+    store.reads.clear()
+    twice = [manager.get_match(ALICE, keys(1, 2)) for _ in range(2)]
+    store.reads.set()
     assert load(manager, ALICE, keys(1, 2)) == contents(ALICE, keys(1, 2))
-    assert manager.counters.snapshot()["kvstrata_lookup_blocks_total{tier=remote}"] == 2
+    twice = list(manager.try_wait([task.task_id for task in twice]).values())
+    assert [(task.disk_blocks, task.remote_blocks) for task in twice] == [(0, 2)] * 2
+    manager.cancel([task.task_id for task in twice])
     disk.broken = False
     manager.check()
     manager.close()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvstrata.core.keys import ABSENT, BlockIds
 from kvstrata.index.places import HOST, REMOTE, WRITING
 from kvstrata.manager.planner import Plan, Planner, Reason
-from kvstrata.manager.reads import FINDABLE, IS_FINDABLE, TIERS, Arrival, Reads
+from kvstrata.manager.reads import FINDABLE, TIERS, Arrival, Reads
 from kvstrata.manager.residency import Residency, Slots, leading
 from kvstrata.manager.states import MOST_ENDS, Question, ends_known, ends_told
 from kvstrata.manager.tasks import Aim, End, GetTask, Lookup
@@ -37,7 +37,7 @@ class Aims:
 
     def begin(self, task: GetTask, lookup: Lookup, known: BlockIds) -> tuple[list[Arrival], bool]:
         """Lease all that is known, aim at an end of it, and say whether a better one may be elsewhere."""
-        ends = ends_known(self._cache, lookup, len(known), IS_FINDABLE)
+        ends = ends_known(self._cache, lookup, len(known), self._reads.findable())
         self._cache.lease(known)
         task.ids, task.aim = known, Aim(lookup)
         arrivals = self._aim(task, task.aim, ends)
@@ -139,7 +139,8 @@ class Aims:
         ends = list(aim.ends)
         if question.blocks:
             self._take_found(task, aim.lookup, known, question.blocks[0])
-            ends += ends_told(self._cache, aim.lookup, question, there, IS_FINDABLE, task.ids)
+            findable = self._reads.findable()
+            ends += ends_told(self._cache, aim.lookup, question, there, findable, task.ids)
         arrivals = self._aim(task, aim, ends)
         self.trim(task, aim)
         return arrivals
@@ -155,7 +156,7 @@ class Aims:
         index.settle(ids[free:])
         ids = ids[:free]
         self._cache.lease(ids)
-        index.set_where(ids[~self._cache.has(ids, 0xFF)], REMOTE)
+        self._reads.told(ids)
         task.ids = np.concatenate([task.ids, ids])
 
     def fall_back(self, task: GetTask, aim: Aim) -> list[Arrival]:
@@ -164,7 +165,7 @@ class Aims:
         if reached is not None and reached.blocks == aim.tried:
             return []
         most = min(leading(self._cache.has(task.ids, HOST)), aim.tried - 1)
-        known = ends_known(self._cache, aim.lookup, max(0, most), IS_FINDABLE)
+        known = ends_known(self._cache, aim.lookup, max(0, most), self._reads.findable())
         ends = {end.blocks: end for end in [*known, *aim.ends] if end.blocks <= most}
         return self._aim(task, aim, [ends[blocks] for blocks in sorted(ends)])
 

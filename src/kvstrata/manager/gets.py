@@ -18,7 +18,7 @@ from kvstrata.manager.desk import Desk
 from kvstrata.manager.explaining import explain
 from kvstrata.manager.planner import Plan, Planner, Reason, all_of
 from kvstrata.manager.puts import distinct
-from kvstrata.manager.reads import FINDABLE, IS_FINDABLE, TIERS, Arrival, Lower, Reads
+from kvstrata.manager.reads import TIERS, Arrival, Lower, Reads
 from kvstrata.manager.residency import Residency, leading
 from kvstrata.manager.states import Question, question_of
 from kvstrata.manager.tasks import (
@@ -240,12 +240,12 @@ class Gets:
         ids = self._cache.index.longest_prefix(lookup.namespace, lookup.keys)
         if isinstance(as_index(ids), slice):  # no key comes twice
             everywhere, somewhere = self._cache.places(ids)
-            if everywhere & FINDABLE and not somewhere & WRITING:
+            if everywhere & (HOST | ARRIVING) and not somewhere & WRITING:
                 return ids
         elif not (ids[1:] > ids[:-1]).all():
             _, first = np.unique(ids, return_index=True)
             ids = ids[: leading(np.isin(np.arange(len(ids)), first))]
-        return ids[: leading(IS_FINDABLE.take(self._cache.index.where.take(ids)))]
+        return ids[: leading(self._reads.findable().take(self._cache.index.where.take(ids)))]
 
     def _take_known(
         self, task: GetTask, lookup: Lookup, known: BlockIds
@@ -328,6 +328,7 @@ class Gets:
             ids = self._cache.index.insert(lookup.namespace, keys, above)
             free = leading(~self._cache.has(ids, WRITING))  # somebody is saving the next one
             self._cache.index.settle(ids[free:])  # first: some may be the victims of what follows
+            self._reads.told(ids[:free])
             arrivals = self._extend(task, lookup, ids[:free])
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))

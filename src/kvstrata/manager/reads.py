@@ -15,13 +15,16 @@ from kvstrata.manager.residency import Residency, Slots
 from kvstrata.manager.tasks import GetTask
 from kvstrata.manager.writes import LowerTier
 
-__all__ = ["FINDABLE", "IS_FINDABLE", "TIERS", "Arrival", "Lower", "Reads"]
+__all__ = ["FINDABLE", "TIERS", "Arrival", "Lower", "Reads"]
 
 TIERS: Final[tuple[LowerTier, ...]] = ("disk", "remote")
 FINDABLE: Final = HOST | DISK | ARRIVING
 _PLACES: Final = np.arange(256)  # every value of ``PrefixIndex.where``
 # A block that is being saved again has a host slot, which nothing else may be read into.
-IS_FINDABLE: Final = ((_PLACES & FINDABLE) != 0) & ((_PLACES & WRITING) == 0)
+_IS_FINDABLE: Final[NDArray[np.bool_]] = ((_PLACES & FINDABLE) != 0) & ((_PLACES & WRITING) == 0)
+_IS_FINDABLE_WITHOUT_DISK: Final[NDArray[np.bool_]] = _IS_FINDABLE & (
+    (_PLACES & (FINDABLE | REMOTE)) != DISK
+)
 
 
 class Lower(Protocol):
@@ -69,14 +72,23 @@ class Reads:
         self._cache = cache
         self._lower = lower
 
-    def sources(self, ids: BlockIds) -> NDArray[np.uint8]:
-        """For each block 0 if it is in host memory or on the way there, else 1 + its tier's index.
+    def findable(self) -> NDArray[np.bool_]:
+        """Of each value of ``PrefixIndex.where``: whether such a block need not be searched for.
 
-        While the disk is switched off, what the remote tier has as well comes from there.
+        What is on a disk that is switched off has to be, where there is a remote tier.
         """
+        return _IS_FINDABLE_WITHOUT_DISK if self._does_without_disk() else _IS_FINDABLE
+
+    def told(self, ids: BlockIds) -> None:
+        """The remote tier has *ids*, says a search: what had to be searched for comes from there."""
+        index = self._cache.index
+        index.set_where(ids[~self.findable().take(index.where.take(ids))], REMOTE)
+
+    def sources(self, ids: BlockIds) -> NDArray[np.uint8]:
+        """For each block 0 if it is in host memory or on the way there, else 1 + its tier's index."""
         here = self._cache.has(ids, HOST | ARRIVING)
         on_disk = self._cache.has(ids, DISK)
-        if "remote" in self._lower and on_disk.any() and self._lower["disk"].is_off():
+        if self._does_without_disk():
             on_disk &= ~self._cache.has(ids, REMOTE)
         return np.where(here, 0, np.where(on_disk, 1, 2)).astype(np.uint8)
 
@@ -93,11 +105,14 @@ class Reads:
         return usable
 
     def count(self, task: GetTask, ids: BlockIds, sources: NDArray[np.uint8]) -> None:
-        """*task* gets *ids*, whose ``sources`` are these, from a lower tier unless they are in host memory."""
-        away = ~self._cache.has(ids, HOST)
-        on_disk = away & self._cache.has(ids, DISK) & (sources != 1 + TIERS.index("remote"))
-        task.disk_blocks += int(np.count_nonzero(on_disk))
-        task.remote_blocks += int(np.count_nonzero(away & ~on_disk))
+        """*task* gets *ids*, whose ``sources`` are these; what arrives counts as its tier's."""
+        arriving = self._cache.has(ids, ARRIVING)
+        sources = sources.copy()
+        sources[arriving] = [
+            1 + TIERS.index(self.arrivals[block].source) for block in ids[arriving].tolist()
+        ]
+        task.disk_blocks += int(np.count_nonzero(sources == 1))
+        task.remote_blocks += int(np.count_nonzero(sources == 2))
 
     def reserve(self, ids: BlockIds, sources: NDArray[np.uint8], slots: Slots) -> list[Arrival]:
         """*ids* are about to be read into *slots*."""
@@ -123,3 +138,7 @@ class Reads:
         """Whether some of what *task* goes for is on its way."""
         _, somewhere = self._cache.places(task.goal)
         return bool(somewhere & ARRIVING)
+
+    def _does_without_disk(self) -> bool:
+        """Whether the disk is switched off, and the remote tier may have what is on it."""
+        return self._lower.keys() >= set(TIERS) and self._lower["disk"].is_off()

@@ -104,7 +104,7 @@ def ends_told(
         if len(states) < groups or cache.has(states, WRITING).any():
             index.settle(states)
             continue
-        index.set_where(states[~cache.has(states, 0xFF)], REMOTE)
+        index.set_where(states[~is_findable.take(index.where.take(states))], REMOTE)
         ends.append(End(blocks, states))
     return ends[::-1]
 
