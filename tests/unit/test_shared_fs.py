@@ -1,5 +1,6 @@
 """A shared store keeps the contract of ``Store``, and its directory in order."""
 
+import errno
 import mmap
 import os
 import tempfile
@@ -15,6 +16,7 @@ from tests.strangers import needs_root, stranger
 
 from kvstrata.core.errors import ConfigError, FormatError, InvariantViolated, TierUnavailable
 from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.storage import shared_fs_lease
 from kvstrata.storage.shared_fs import SharedFsStore, Times
 from kvstrata.storage.shared_fs_directory import check_directory, open_directory
 from kvstrata.storage.store import Store
@@ -27,6 +29,7 @@ OTHER_NAMESPACE = b"o" * 16
 # What other nodes have added, or this one before a restart, is known after a sweep.
 AS_FAR_AS_IT_KNOWS = Traits(persistent=True, variable=True, bounded=False, counts=False)
 AT_ONCE = Times(touch_seconds=0, lease_seconds=0, census_seconds=0, abandoned_seconds=0)
+AN_HOUR = Times(census_seconds=3600)  # between two counts
 
 
 def key(number: int, namespace: bytes = NAMESPACE) -> StoreKey:
@@ -517,6 +520,93 @@ class TestQuota:
         store.sweep()
         assert not counter.exists()
         assert store.statistics().blocks == 1
+
+    @pytest.mark.parametrize("lost", ["forgotten", "damaged"])
+    def test_what_a_node_told_before_it_was_away_is_not_added_again_when_it_is_back(
+        self, path: Path, lost: str
+    ) -> None:
+        owner, away = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
+        owner.sweep()
+        for number in range(12):
+            put(away, number)
+        away.sweep()
+        counter = path / "kvstrata.nodes" / away._node
+        if lost == "forgotten":
+            os.utime(counter, (0, 0))
+        else:
+            counter.write_bytes(b"?")
+        owner._quota._count = None  # a count is due
+        assert owner.sweep() == 0
+        put(away, 12)
+        for blocks in (13, 14):
+            assert away.sweep() == owner.sweep() == 0
+            assert owner.statistics().blocks == blocks
+            away.sweep()
+            assert away.statistics().blocks == blocks
+            put(away, blocks)
+
+    def test_node_that_is_forgotten_while_it_is_counted_is_counted_once(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The owner sees a counter that is old, the node tells, and then the owner removes it."""
+        owner, away = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
+        owner.sweep()
+        for number in range(12):
+            put(away, number)
+        away.sweep()
+        counter = path / "kvstrata.nodes" / away._node
+        os.utime(counter, (0, 0))
+        owner._quota._count = None
+        unlink = os.unlink
+
+        def late(name: str) -> None:
+            if name == str(counter):
+                away.sweep()
+            unlink(name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", late)
+            assert owner.sweep() == 0
+        assert not counter.exists()
+        for _ in range(2):
+            assert away.sweep() == owner.sweep() == 0
+            assert owner.statistics().blocks == away.statistics().blocks == 12
+
+    def test_node_that_begins_to_count_anew_is_counted_once_by_an_owner_that_knew_it(
+        self, path: Path
+    ) -> None:
+        """Its counter went after the last count: another node held itself for the owner, say."""
+        owner, away = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
+        owner.sweep()
+        for number in range(12):
+            put(away, number)
+        away.sweep()
+        owner._quota._count = None
+        owner.sweep()
+        (path / "kvstrata.nodes" / away._node).unlink()
+        put(away, 12)
+        away.sweep()
+        owner.sweep()
+        assert owner.statistics().blocks == 13
+
+    def test_node_that_a_full_file_system_keeps_from_telling_is_counted_when_there_is_room(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It has no counter, but nobody has forgotten it."""
+        owner, other = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
+        owner.sweep()
+        for number in range(12):
+            put(other, number)
+
+        def full(name: str, *rest: object, **kwargs: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_fs_lease, "publish", full)
+            other.sweep()
+        other.sweep()
+        owner.sweep()
+        assert owner.statistics().blocks == 12
 
 
 class TestLeftovers:

@@ -1,11 +1,13 @@
 """The quota of a shared store: every node counts what it adds, and one of them evicts.
 
 Each node tells in a file of its own how much it has added since it opened the store. The owner
-counts all files now and then, and between two counts adds what the nodes have told since.
+counts all files now and then, and between two counts adds what the nodes have told since. It removes
+the file of a node that tells nothing for a day; should that one come back, it begins a new file.
 """
 
 import contextlib
 import os
+import secrets
 import struct
 from collections.abc import Mapping
 from threading import Lock
@@ -57,16 +59,17 @@ class Quota:
     def __init__(self, names: Names, node: str, capacity_bytes: int | None, times: Times) -> None:
         self._names = names
         self._node = node
-        self._counter = f"{names.nodes}/{node}"
         self._capacity_bytes = capacity_bytes
         self._times = times
         self._election = Election(names.owner, node, times.lease_seconds)
 
         self._lock = Lock()  # guards the two below
-        self._added = NOTHING  # by this node, since it opened the store
+        self._added = NOTHING  # by this node, since it opened the store or began a new counter
         self._others = NOTHING  # all else, as of the last sweep
 
         self._sweeping = Lock()  # guards everything below
+        self._counter = node  # the name of a file
+        self._has_told = False  # in that file
         self._told = NOTHING  # of what this node has added
         self._count: _Count | None = None  # the last one by this node
         self._coldest: list[BlockFile] = []  # of that count, coldest last
@@ -116,13 +119,29 @@ class Quota:
 
     def _tell_added(self) -> int:
         """Tell what this node has added; the time in ns by the clock of the file system."""
+        if self._has_told and self._told_in(self._counter) is None:
+            self._begin_counter()
         with self._lock:
             self._told = self._added
-        tell(self._counter, self._node, _COUNTER.pack(_MAGIC, *self._told))
+        path = f"{self._names.nodes}/{self._counter}"
+        tell(path, self._node, _COUNTER.pack(_MAGIC, *self._told))
         try:
-            return os.stat(self._counter).st_mtime_ns
+            now_ns = os.stat(path).st_mtime_ns
         except FileNotFoundError:  # the file system is full; then nothing is old enough
             return os.stat(self._names.marker).st_mtime_ns
+        self._has_told = True
+        return now_ns
+
+    def _begin_counter(self) -> None:
+        """This node was taken for dead: what it has told is in the count of all files.
+
+        Under a new name, so that an owner that still knows the old counter takes nothing off.
+        """
+        with self._lock:
+            self._others = self._others.plus(self._told)
+            self._added = self._added.minus(self._told)
+        self._counter = secrets.token_hex(8)
+        self._has_told = False
 
     def _know(self, held: Held) -> None:
         """Take over that the directory held *held* when this node told what it had added."""
@@ -150,15 +169,21 @@ class Quota:
         return _Count(census.held, told_before, now_ns)
 
     def _told_by_nodes(self) -> dict[str, Held]:
-        found = {self._node: self._told}
+        found = {self._counter: self._told}
         for name in os.listdir(self._names.nodes):
-            body = told(f"{self._names.nodes}/{name}")
-            if body is None or len(body) != _COUNTER.size or name == self._node:
+            if name == self._counter or name.endswith(TEMPORARY_SUFFIX):
                 continue
-            magic, blocks, file_bytes = _COUNTER.unpack(body)
-            if magic == _MAGIC and not name.endswith(TEMPORARY_SUFFIX):
-                found[name] = Held(blocks, file_bytes)
+            added = self._told_in(name)
+            if added is not None:
+                found[name] = added
         return found
+
+    def _told_in(self, counter: str) -> Held | None:
+        body = told(f"{self._names.nodes}/{counter}")
+        if body is None or len(body) != _COUNTER.size:
+            return None
+        magic, blocks, file_bytes = _COUNTER.unpack(body)
+        return Held(blocks, file_bytes) if magic == _MAGIC else None
 
     def _forget_dead_nodes(self, last_told_ns: int) -> None:
         for name in os.listdir(self._names.nodes):
