@@ -1,5 +1,6 @@
 """A failing disk is ``TierUnavailable``, and afterwards no slot is missing."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ def no_space(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
+def over_quota(*_: object) -> int:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
 def broken(*_: object) -> int:
     raise OSError(5, "Input/output error")
 
@@ -52,15 +57,23 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
 class TestWrite:
     # The data, the journal record, the sync between them.
     @pytest.mark.parametrize("call", ["pwritev", "pwrite", "fdatasync"])
-    @pytest.mark.parametrize("fault", [no_space, broken])
+    @pytest.mark.parametrize(
+        ("fault", "cause"), [(no_space, "full"), (over_quota, "full"), (broken, "io")]
+    )
     def test_a_failed_write_keeps_nothing_and_gives_its_slots_back(
-        self, store: DiskStore, monkeypatch: pytest.MonkeyPatch, call: str, fault: object
+        self,
+        store: DiskStore,
+        monkeypatch: pytest.MonkeyPatch,
+        call: str,
+        fault: object,
+        cause: str,
     ) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(os, call, fault)
             with pytest.raises(TierUnavailable, match="cannot be written") as caught:
                 put_all(store)
         assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.cause == cause
         assert store.statistics().blocks == 0
         assert store.exists(KEYS) == [False] * SLOTS
         assert put_all(store) == [Write.STORED] * SLOTS

@@ -1,6 +1,7 @@
-"""A disk that hangs, or cannot read one of its blocks, costs what is on it and nothing else."""
+"""A disk that hangs, is full, or cannot read a block, costs what is on it and nothing else."""
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,15 @@ from tests.caches import (
     save,
     write,
 )
+from tests.disks import CrowdedFiles
 
 from kvstrata.core.types import BlockKey
-from kvstrata.manager import choices, gets
+from kvstrata.manager import cascade, choices, gets
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
 from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.journal import RECORD_BYTES
 
 PROMPTS = 8
 
@@ -234,3 +237,53 @@ def test_block_that_is_being_saved_is_not_read_from_a_disk_that_is_back(
     write(manager, saving, ALICE, asked)
     manager.complete([saving.task_id])
     assert load(manager, ALICE, asked) == contents(ALICE, asked)
+
+
+def is_tried(manager: KVManager, files: CrowdedFiles, times: int) -> bool:
+    manager._lower["disk"].wake()
+    return len(files.refused) >= times
+
+
+@pytest.mark.parametrize("of_blocks", [False, True], ids=["journal", "punched slots"])
+def test_what_is_on_a_full_disk_is_served_and_what_waits_is_written_when_there_is_room(
+    manager: KVManager,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    of_blocks: bool,
+) -> None:
+    monkeypatch.setattr(cascade, "_NO_ROOM_SECONDS", 0.001)
+    files = CrowdedFiles(manager, of_blocks=of_blocks)
+    with caplog.at_level(logging.WARNING):
+        save(manager, BOB, keys(1, 1, 1, 1))
+        eventually(lambda: is_tried(manager, files, 8), "it is not tried again")
+        assert not is_off(manager)
+        for prompt in range(PROMPTS):
+            asked = keys(*[prompt] * 4)
+            assert load(manager, ALICE, asked) == contents(ALICE, asked)
+    warnings = [r.getMessage() for r in caplog.records if "writing blocks" in r.getMessage()]
+    assert "No space left on device" in warnings[0]
+    assert len(warnings) < 8
+    save(manager, BOB, keys(2, 2, 2, 2))
+    files.is_full = False
+    assert manager._lower["disk"].drain(PATIENCE_SECONDS)
+    assert manager.stats().tiers[1].used_blocks > 4 * PROMPTS
+
+
+def test_full_disk_is_tried_with_one_block_and_not_with_each_save(
+    manager: KVManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade, "_NO_ROOM_SECONDS", 0.001)
+    files = CrowdedFiles(manager)
+    save(manager, BOB, keys(1, 1, 1, 1))
+    eventually(lambda: is_tried(manager, files, 3), "it is not tried again")
+    assert files.refused[1:] == [RECORD_BYTES] * (len(files.refused) - 1)
+    monkeypatch.setattr(cascade, "_NO_ROOM_SECONDS", 1e9)
+    eventually(lambda: manager._lower["disk"]._next_try > 1e8, "it is not tried again")
+    tried = len(files.refused)
+    for prompt in range(2, 6):
+        save(manager, BOB, keys(prompt, prompt))
+    assert not manager._lower["disk"].drain(0.1)
+    assert len(files.refused) == tried
+    files.is_full, manager._lower["disk"]._next_try = False, 0.0
+    assert manager._lower["disk"].drain(PATIENCE_SECONDS)

@@ -1,6 +1,7 @@
 """Host memory above a tier that gets blocks before they leave, and takes none of them."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from tests.caches import (
     load,
     save,
 )
+from tests.disks import CrowdedFiles
 from tests.gated import GatedStore
 
 from kvstrata.core.config import Config
@@ -57,8 +59,8 @@ def is_kept(manager: KVManager, asked: list[BlockKey]) -> bool:
     return host_slot(manager, ALICE + asked[-1]) >= 0
 
 
-def turns_over(manager: KVManager) -> None:
-    for prompt in range(4 * HOST_SLOTS):
+def turns_over(manager: KVManager, first: int = 0) -> None:
+    for prompt in range(first, first + 4 * HOST_SLOTS):
         eventually(partial(is_kept, manager, keys(prompt)), "nothing can be saved any more")
 
 
@@ -162,3 +164,28 @@ def test_disk_every_writer_of_which_hangs_while_reads_succeed(
         assert not manager.stats().tiers[1].switched_off
         turns_over(manager)
         writes.go.set()
+
+
+def test_disk_whose_file_system_others_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for it; when there is room again it gets what leaves."""
+    monkeypatch.setattr(cascade, "_NO_ROOM_SECONDS", 0.05)
+    with above({"kind": "disk", "paths": str(tmp_path), "capacity": "512KiB"}) as manager:
+        turns_over(manager)
+        eventually(lambda: manager.stats().is_at_rest, "not written")
+        on_disk = manager.stats().tiers[1].used_blocks
+        files = CrowdedFiles(manager)
+        turns_over(manager, 100)
+        assert files.refused
+        assert manager.stats().tiers[1].used_blocks == on_disk >= 3 * HOST_SLOTS
+        eventually(lambda: load(manager, ALICE, keys(0)) == contents(ALICE, keys(0)), "not read")
+        files.is_full = False
+        numbers = itertools.count(200)
+        eventually(
+            lambda: (
+                is_kept(manager, keys(next(numbers)))
+                and manager.stats().tiers[1].used_blocks > on_disk
+            ),
+            "nothing is written any more",
+        )

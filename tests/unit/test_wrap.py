@@ -184,6 +184,34 @@ def test_bug_in_the_store_is_not_an_outage(bench: Bench) -> None:
     assert not bench.breaker.is_open
 
 
+def test_store_without_room_is_not_switched_off(bench: Bench) -> None:
+    bench.store.error = TierUnavailable("no room", cause="full")
+    for _ in range(4):
+        with pytest.raises(TierUnavailable, match="no room"):
+            bench.breaker.write([b"k"], [None], [memoryview(b"")])
+    assert not bench.breaker.is_open
+    bench.fail(2)
+    bench.store.error = TierUnavailable("no room", cause="full")
+    with pytest.raises(TierUnavailable, match="no room"):
+        bench.breaker.write([b"k"], [None], [memoryview(b"")])
+    bench.fail(1)
+    assert bench.breaker.is_open, "that there is no room was taken for an answer"
+
+
+def test_a_probe_that_finds_no_room_leaves_it_open_and_lets_the_next_one_probe(
+    bench: Bench,
+) -> None:
+    bench.fail(3)
+    bench.now += 5.1
+    bench.store.error = TierUnavailable("no room", cause="full")
+    with pytest.raises(TierUnavailable, match="no room"):
+        bench.breaker.write([b"k"], [None], [memoryview(b"")])
+    assert bench.breaker.is_open
+    bench.store.error = None
+    assert bench.breaker.exists([b"k"]) == [True]
+    assert not bench.breaker.is_open
+
+
 class Held:
     """A call that is under way on a thread until it is let go."""
 

@@ -19,6 +19,7 @@ from kvstrata.manager.report import TierReport
 from kvstrata.manager.residency import Residency
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
+from kvstrata.observe.seldom import SeldomWarning
 from kvstrata.storage.store import Store
 from kvstrata.storage.wrap import (
     BreakerStore,
@@ -45,6 +46,7 @@ _DRAIN_POLL_SECONDS: Final = 0.005
 _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
 _KEPT: Final = frozenset({Write.STORED, Write.EXISTS})
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
+_NO_ROOM_SECONDS: Final = 1.0  # a store that had no room is tried again after this
 
 
 class SearchLimits(NamedTuple):
@@ -79,6 +81,9 @@ class Cascade:
 
     Which, and when, the tier's ``write`` says: all as soon as they are saved, those that have to
     leave, or those that were found often enough.
+
+    A store that raised ``full`` is offered one block every while until it has room; what it holds is
+    read meanwhile.
 
     The lock of *desk* guards *cache* and is not held over I/O.
     """
@@ -125,6 +130,9 @@ class Cascade:
         self._taking = threading.Lock()  # held while a batch is taken and room is made for it
         self._owed_removals: list[StoreKey] = []  # left the index, and the store refused to hear it
         self._owed_drops: dict[NamespaceId, int] = {}  # with the resets since; guarded likewise
+        self._is_full = False  # no write has succeeded since there was no room; guarded likewise
+        self._next_try = 0.0  # monotonic seconds: of a store that is full; guarded likewise
+        self._warn = SeldomWarning(_log)
         cache.writes.stopped_if(tier, self.is_stopped)
         self.meter = ReadMeter()
         self._presence = Presence(
@@ -173,9 +181,11 @@ class Cascade:
     def is_stopped(self) -> bool:
         """Whether nothing is written for now. Needs the lock.
 
-        The store is switched off, or owes a drop, or every writer hangs: reads may succeed meanwhile.
+        The store is switched off, or owes a drop, or is full, or every writer hangs: reads may
+        succeed meanwhile.
         """
-        return bool(self._owed_drops) or self._store.is_open or self._is_stuck()
+        is_waiting = bool(self._owed_drops) or self._is_full
+        return is_waiting or self._store.is_open or self._is_stuck()
 
     def _is_stuck(self) -> bool:
         return bool(self._under_way) and time.monotonic() - self._moved_at > self._hung_seconds
@@ -313,6 +323,8 @@ class Cascade:
     def _write_some(self) -> int:
         """Write a batch of blocks; its bytes, 0 without one. On a writer's thread."""
         self._keep_up()
+        if self._is_full and not self._is_to_try():
+            return 0
         try:
             if self._owed_drops and not self._pay_drops(0.0):
                 return 0
@@ -322,10 +334,26 @@ class Cascade:
                     return 0
                 self._write(batch)
         except TierUnavailable as e:
-            if not self._store.is_open:  # else the breaker has said so
-                _log.warning("writing blocks to %s failed: %s", self._tier, e)
+            self._note_failure(e)
             return 0
         return len(batch.keys) * self._block_bytes
+
+    def _is_to_try(self) -> bool:
+        """Whether it is time to try a full store again; then it is for the caller to do so."""
+        with self._lock:
+            now = time.monotonic()
+            is_time = now >= self._next_try
+            if is_time:
+                self._next_try = now + _NO_ROOM_SECONDS
+            return is_time
+
+    def _note_failure(self, failure: TierUnavailable) -> None:
+        if failure.cause == "full":
+            with self._lock:
+                self._is_full = True
+                self._next_try = time.monotonic() + _NO_ROOM_SECONDS
+        if not self._store.is_open:  # else the breaker has said so
+            self._warn("writing blocks to %s failed: %s", self._tier, failure)
 
     def _take(self) -> _Batch | None:
         """The next batch, if there is one; what had to leave for it is gone from the store.
@@ -335,7 +363,8 @@ class Cascade:
         with self._taking:
             with self._lock:
                 waiting = self._cache.writes.waiting(self._tier)
-                count = min(self._batch_blocks, waiting, self._room_blocks())
+                most = 1 if self._is_full else self._batch_blocks
+                count = min(most, waiting, self._room_blocks())
                 if count < (self._batch_blocks if self._under_way else 1) or self._owed_drops:
                     return None
                 ids = self._cache.next_unwritten(self._tier, count)
@@ -398,6 +427,7 @@ class Cascade:
         self._presence.written(batch.keys)
         with self._lock:
             self._forget_batch(batch)
+            self._is_full = False
             stored = np.array([write in _KEPT for write in writes], np.bool_)
             self._cache.written(self._tier, batch.ids, stored)
         self._counters.add(metrics.CASCADED_BLOCKS, writes.count(Write.STORED), self._tier)

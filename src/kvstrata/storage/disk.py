@@ -21,7 +21,7 @@ from kvstrata.storage.disk_directory import Reservation, Wanted, open_directorie
 from kvstrata.storage.disk_free import FreeSlots
 from kvstrata.storage.disk_lock import LOCK_TIMEOUT_SECONDS
 from kvstrata.storage.disk_slots import Piece
-from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.disk_system import NO_ROOM, FileSystem
 from kvstrata.storage.disk_table import BlockTable, StoredArrays
 from kvstrata.storage.journal import Entry, put_records
 from kvstrata.storage.store import StoreStatistics
@@ -52,7 +52,8 @@ class DiskStore:
       power failure may lose the last writes, but never serves a wrong byte.
     * Every read is proved by key, generation and checksum; what fails is ``Read.CORRUPT``,
       forgotten and counted. So is a slot that the disk cannot read while it reads others.
-    * A failed batch raises ``TierUnavailable``; a failed write keeps nothing of its batch.
+    * A failed batch raises ``TierUnavailable``; a failed write keeps nothing of its batch. Its cause
+      is ``full`` where the file system is: what is stored can still be read.
     * A slot that is being read is not reused before the read ends.
     * New blocks of one batch get neighbouring slots where there are free ones; what is in
       neighbouring slots is read and written in one call.
@@ -222,7 +223,12 @@ class DiskStore:
         try:
             yield
         except OSError as e:
-            raise TierUnavailable(f"disk store {self._name} cannot be {done}: {e}") from e
+            is_full = e.errno in NO_ROOM
+            raise TierUnavailable(
+                f"disk store {self._name} cannot be {done}: {e}",
+                hint="free space on its file system" if is_full else None,
+                cause="full" if is_full else "io",
+            ) from e
         finally:
             self._leave()
 

@@ -6,7 +6,6 @@ is somebody else's; a store without a journal is one whose making was interrupte
 where there is a journal, a directory without its superblock is lost, not new.
 """
 
-import errno
 import os
 import stat
 import uuid
@@ -29,7 +28,7 @@ from kvstrata.storage.disk_lock import (
     lock_directory,
 )
 from kvstrata.storage.disk_slots import SlotFiles
-from kvstrata.storage.disk_system import FileSystem
+from kvstrata.storage.disk_system import NO_ROOM, FileSystem
 from kvstrata.storage.journal import (
     COMPACT_FACTOR,
     COMPACT_RECORDS,
@@ -50,7 +49,6 @@ from kvstrata.storage.superblock import (
 
 _TEMPORARIES: Final = (f"{SUPERBLOCK_NAME}.tmp", f"{JOURNAL_NAME}.tmp")
 _NOT_OURS_TO_MIND: Final = {LOCK_NAME, f"{SUPERBLOCK_NAME}.tmp", "lost+found"}
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _NOT_ACCESSIBLE: Final = "the directory must be readable and writable by this user"
 _MOST_SLOTS: Final = 2**28  # half of what the tables in memory have numbers for
 _STRIPE_BYTES: Final = 4 << 20  # as much as one I/O thread of the server reads at once
@@ -171,7 +169,7 @@ def open_directories(
             f"disk store {store_name(paths)} cannot be opened with a capacity of "
             f"{wanted.capacity_bytes} bytes: {e}",
             hint="lower the capacity of the disk tier or free space on its file system"
-            if e.errno in _NO_ROOM
+            if e.errno in NO_ROOM
             else _NOT_ACCESSIBLE,
         ) from e
 

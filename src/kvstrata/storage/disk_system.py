@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a call fails with where the file system, or a quota of it, is full."""
+
 _FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
 

@@ -32,6 +32,9 @@ class BreakerStore(WrappedStore):
     noticed while it still runs, and again each *slow_seconds*: a disk that hangs and reports
     nothing is switched off too, however few calls it has got.
 
+    A call that fails for want of room (``full``) counts for nothing: the store answers, and what it
+    holds can be read without room. Most stores do not even raise then: ``write`` returns ``FULL``.
+
     Open after *failures* failures in a row. Questions of what is there are counted apart: over a
     link that is nearly dead they still succeed, and no block ever comes. While open every call raises ``TierUnavailable`` at
     once, except one probe: never before *retry_seconds* have passed since the last failure, and
@@ -88,8 +91,11 @@ class BreakerStore(WrappedStore):
         running = self._admit(is_question=is_question)
         try:
             result = call()
-        except TierUnavailable:
-            self._end(running, failed=True)
+        except TierUnavailable as e:
+            if e.cause == "full":
+                self._forget(running)
+            else:
+                self._end(running, failed=True)
             raise
         except BaseException:
             self._forget(running)
@@ -134,7 +140,7 @@ class BreakerStore(WrappedStore):
                 self._count_success(running)
 
     def _forget(self, running: _Call) -> None:
-        """A bug raised: it says nothing about the store."""
+        """A bug, or that there is no room: it says nothing about whether the store answers."""
         with self._lock:
             self._running.remove(running)
 
