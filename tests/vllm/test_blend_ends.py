@@ -4,10 +4,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.caches import eventually
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS, continuation
 from tests.vllm.faults import Again
+from vllm.v1.request import RequestStatus
 
 from kvstrata.blend.audit import Audit
 from kvstrata.integration.vllm.blend.connector import BlendConnector
@@ -31,9 +33,13 @@ def answers_come_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Ends:
-    """Ends what is to be blended in the step that begins it: *whole*, all of it exact, or failed."""
+    """Ends what is to be blended in the step that begins it: *whole*, all of it exact, or failed.
+
+    While it is *held*, nothing ends.
+    """
 
     def __init__(self, engine: Engine, *, whole: bool) -> None:
+        self.held = False
         self.begun: list[BlendRequestMeta] = []
         self.budgets: list[tuple[int, int]] = []  # to move and to run, of steps that begin some
         self.counts: Counter[str] = Counter()
@@ -59,11 +65,15 @@ class Ends:
             self._engine.runner.fill(blocks, tokens[: request.plan.end])
 
     def _collect(self, found: tuple[set[str], set[str]]) -> tuple[set[str], set[str]]:
+        if self.held:
+            return found
         received, failed = found
         ids = {request.request_id for request in self._ended}
         return received | ids, failed if self._whole else failed | ids
 
     def _report(self, found: WorkerReport | None) -> WorkerReport | None:
+        if self.held:
+            return found
         ended, self._ended = self._ended, []
         self.begun += ended
         names = {request.task_ids[0] for request in ended}
@@ -116,6 +126,39 @@ def test_tokens_that_were_blended_in_vain_count_as_neither_reused_nor_spared(
     assert counts["kvstrata_blend_requests_total|" + ("blended" if whole else "failed")] == 1
     reused, spared = (counts[f"kvstrata_blend_tokens_total|{k}"] for k in ("reused", "spared"))
     assert (reused, spared > 0) == ((KNOWN - 1, True) if whole else (0, False))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_blocks_that_were_blended_in_vain_count_as_a_failed_load(bench: Bench, whole: bool) -> None:
+    (begun,) = blended(bench, whole=whole).begun
+    counters = bench.counters()
+    names = ("loaded_blocks", "spared_prefill_tokens", "failed_loads")
+    loaded, spared, failed = (counters[f"kvstrata_{name}_total"] for name in names)
+    assert failed == (0 if whole else len(begun.task_ids))
+    assert (loaded > 0, spared) == (whole, loaded * TOKENS)
+    assert len(bench.saved_keys()) >= KNOWN // TOKENS  # nothing is wrong with the blocks
+
+
+def test_an_aborted_blend_is_no_failed_load(bench: Bench) -> None:
+    engine = bench.engine(connector=BlendConnector, **SETTINGS)
+    ends = Ends(engine, whole=False)
+    text = prompt(1, KNOWN)
+    engine.serve("known", text, 2)
+    bench.hears()
+    engine.forget_device()
+    ends.held = True
+    engine.add("asked", [7, *text, 7], 12, {"blend": {"ratio": 0}})
+
+    def has_begun() -> bool:
+        engine.step()
+        return bool(ends.budgets)
+
+    eventually(has_begun, "it is not blended")
+    engine.scheduler.finish_requests(["asked"], RequestStatus.FINISHED_ABORTED)
+    ends.held = False
+    engine.run()
+    assert bench.counters()["kvstrata_failed_loads_total"] == 0
+    assert not any(engine.leftovers().values())
 
 
 def test_a_step_that_other_prompts_fill_leaves_blending_a_quarter_of_its_tokens(

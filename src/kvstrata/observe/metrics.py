@@ -42,11 +42,13 @@ DECLINED_BLOCKS: Final = Metric(
     "reason",
 )
 LOADED_BLOCKS: Final = Metric(
-    "kvstrata_loaded_blocks_total", "Blocks that engines have loaded from host memory."
+    "kvstrata_loaded_blocks_total",
+    "Blocks that engines have loaded from host memory, also those that blended requests reuse.",
 )
 FAILED_LOADS: Final = Metric(
     "kvstrata_failed_loads_total",
-    "Loads that an engine reported as failed, or gave up as too late; it recomputed them.",
+    "Loads that an engine reported as failed, or gave up as too late, and the runs of blended "
+    "requests that failed, not of aborted ones; it recomputed them.",
 )
 SAVED_BLOCKS: Final = Metric("kvstrata_saved_blocks_total", "Blocks that engines have saved.")
 SHED_BLOCKS: Final = Metric(
@@ -114,7 +116,8 @@ SAVED_BYTES: Final = Metric(
 )
 SPARED_TOKENS: Final = Metric(
     "kvstrata_spared_prefill_tokens_total",
-    "Tokens of prompts that engines have loaded and not computed.",
+    "Tokens of prompts that engines have loaded and not computed. Of blended requests all tokens of "
+    "the blocks that they reuse, also the share that is computed anew.",
 )
 SPARED_SECONDS: Final = Metric(
     "kvstrata_spared_prefill_seconds_total",
@@ -135,7 +138,8 @@ PROMOTION_SECONDS: Final = Metric(
 )
 LOAD_SECONDS: Final = Metric(
     "kvstrata_load_seconds",
-    "Time that the workers of an engine have taken to copy a load to the device.",
+    "Time that the workers of an engine have taken to copy a load to the device; of a run of a "
+    "blended request, until that has been blended.",
     kind="histogram",
 )
 SAVE_SECONDS: Final = Metric(

@@ -294,7 +294,10 @@ class BlendScheduler(SchedulerHalf):
     def _end(self, running: _Running) -> None:
         """No worker blends the request any more."""
         self._room.give_back(running.blocks)
+        tracked = self._requests.get(running.request_id)
         if running.connection == self._link.number:  # whatever failed, the blocks are good
+            if running.failed and tracked is not None:  # and nobody has aborted it
+                self._link.submit(p.Cancel(running.task_ids))
             self._link.submit(p.Complete(running.task_ids))
         if running.audit is not None:
             self._judge(running.audit)
@@ -304,7 +307,7 @@ class BlendScheduler(SchedulerHalf):
             self._counted.add_counter(metrics.BLEND_TOKENS, ("spared",), spared)
             return
         self._behind.pop(running.request_id, None)
-        if (tracked := self._requests.get(running.request_id)) is not None:
+        if tracked is not None:
             self._results[running.request_id] = "failed"
             self._taints.lift(tracked.request)
 
