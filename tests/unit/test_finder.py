@@ -11,7 +11,7 @@ from tests.caches import PATIENCE_SECONDS, eventually
 from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.types import StoreKey
 from kvstrata.testing import MemoryStore
-from kvstrata.transfer.finder import Finder
+from kvstrata.transfer.finder import Finder, Found
 from kvstrata.transfer.presence import Presence
 
 KEYS = [bytes([n]) * 48 for n in range(4)]
@@ -59,18 +59,18 @@ class Asked(MemoryStore):
         return super().exists(keys)
 
 
-def search(finder: Finder, keys: Sequence[StoreKey]) -> int:
-    counts: list[int] = []
-    finder.find(keys, counts.append)
-    eventually(lambda: bool(counts), "a search has no end")
-    return counts[0]
+def search(finder: Finder, keys: Sequence[StoreKey]) -> Found:
+    found: list[Found] = []
+    finder.find(keys, found.append)
+    eventually(lambda: bool(found), "a search has no end")
+    return found[0]
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 40))
 def test_a_prefix_is_found_whole_with_few_questions(there: int, asked: int, width: int) -> None:
     store = Asked(there)
     finder = finder_of(store, width)
-    assert search(finder, MANY[:asked]) == min(there, asked)
+    assert search(finder, MANY[:asked]) == Found(min(there, asked))
     assert max(store.questions, default=0) <= max(2, width)
     if width >= 20:
         assert len(store.questions) <= 3
@@ -81,7 +81,7 @@ def test_a_short_prompt_with_a_hole_is_found_up_to_there() -> None:
     store = Asked(9)
     store.remove(MANY[4:5])
     finder = finder_of(store, 16)
-    assert search(finder, MANY[:12]) == 4
+    assert search(finder, MANY[:12]) == Found(4)
     finder.close()
 
 
@@ -90,7 +90,7 @@ def test_a_search_that_takes_too_long_answers_with_what_it_knows() -> None:
     finder = finder_of(store, 10, search_seconds=0.0)
     found = search(finder, MANY[:300])
     assert store.questions == [10]
-    assert 150 <= found <= 200
+    assert 150 <= found.there <= 200 <= found.there + found.untold < 300
     finder.close()
 
 
@@ -107,11 +107,11 @@ def test_searches_that_come_together_are_answered_side_by_side() -> None:
     keys = MANY[:AT_A_TIME]
     store.write(keys, [None] * AT_A_TIME, [memoryview(b"1234")] * AT_A_TIME)
     finder = finder_of(store)
-    counts: list[int] = []
+    found: list[Found] = []
     for key in keys:
-        finder.find([key], counts.append)
-    eventually(lambda: len(counts) == AT_A_TIME, "they wait for each other")
-    assert counts == [1] * AT_A_TIME
+        finder.find([key], found.append)
+    eventually(lambda: len(found) == AT_A_TIME, "they wait for each other")
+    assert found == [Found(1)] * AT_A_TIME
     finder.close()
 
 
@@ -122,11 +122,11 @@ def test_a_search_that_has_waited_too_long_for_its_turn_asks_nothing() -> None:
     blocked = threading.Event()
     for _ in range(AT_A_TIME):
         finder._threads.submit(blocked.wait)
-    counts: list[int] = []
-    finder.find(MANY[:20], counts.append)
+    found: list[Found] = []
+    finder.find(MANY[:20], found.append)
     now[0] = 5.0
     blocked.set()
-    eventually(lambda: counts == [0], "the search has no end")
+    eventually(lambda: found == [Found(0, 20)], "the search has no end")
     assert store.questions == []
     finder.close()
 
@@ -135,40 +135,40 @@ def test_the_leading_keys_that_are_there_are_counted() -> None:
     store = store_with(KEYS[0], KEYS[1], KEYS[3])
     store.go.set()
     finder = finder_of(store)
-    counts: list[int] = []
-    finder.find(KEYS, counts.append)
-    eventually(lambda: counts == [2], "nothing is found")
-    finder.find(KEYS[:2], counts.append)
-    eventually(lambda: counts == [2, 2], "nothing is found")
+    found: list[Found] = []
+    finder.find(KEYS, found.append)
+    eventually(lambda: found == [Found(2)], "nothing is found")
+    finder.find(KEYS[:2], found.append)
+    eventually(lambda: found == [Found(2), Found(2)], "nothing is found")
     store.away = True
-    finder.find(KEYS, counts.append)
-    eventually(lambda: counts == [2, 2, 0], "a failed search has no end")
+    finder.find(KEYS, found.append)
+    eventually(lambda: found[2:] == [Found(0, 4)], "a failed search has no end")
     finder.close()
-    finder.find(KEYS, counts.append)
-    assert counts == [2, 2, 0, 0]
+    finder.find(KEYS, found.append)
+    assert found[3:] == [Found(0, 4)]
 
 
 def test_too_many_searches_find_nothing_at_once_and_later_there_is_room() -> None:
     store = store_with(*KEYS)
     finder = finder_of(store)
-    counts: list[int] = []
+    found: list[Found] = []
     for _ in range(100):
-        finder.find(KEYS, counts.append)
-    refused = len(counts)
-    assert set(counts) == {0}
+        finder.find(KEYS, found.append)
+    refused = len(found)
+    assert set(found) == {Found(0, 4)}
     assert 36 - AT_A_TIME <= refused <= 36  # those under way wait no more
     store.go.set()
-    eventually(lambda: len(counts) == 100, "a search has no end")
-    assert counts[refused:] == [4] * (100 - refused)
-    finder.find(KEYS, counts.append)
-    eventually(lambda: counts[100:] == [4], "there is no room again")
+    eventually(lambda: len(found) == 100, "a search has no end")
+    assert found[refused:] == [Found(4)] * (100 - refused)
+    finder.find(KEYS, found.append)
+    eventually(lambda: found[100:] == [Found(4)], "there is no room again")
     finder.close()
 
 
 def test_bug_in_what_hears_of_a_search_is_logged_and_costs_no_other_search(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def buggy(_count: int) -> None:
+    def buggy(_found: Found) -> None:
         raise KeyError("a bug")
 
     store = store_with(*KEYS[:2])
@@ -176,5 +176,5 @@ def test_bug_in_what_hears_of_a_search_is_logged_and_costs_no_other_search(
     finder = finder_of(store)
     finder.find(KEYS, buggy)
     eventually(lambda: "KeyError: 'a bug'" in caplog.text, "a bug is not told of")
-    assert search(finder, KEYS) == 2
+    assert search(finder, KEYS) == Found(2)
     finder.close()

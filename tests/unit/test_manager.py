@@ -928,6 +928,12 @@ def test_what_a_disk_that_is_switched_off_has_comes_from_the_remote_tier(
     twice = list(manager.try_wait([task.task_id for task in twice]).values())
     assert [(task.disk_blocks, task.remote_blocks) for task in twice] == [(0, 2)] * 2
     manager.cancel([task.task_id for task in twice])
+    store.values.clear()
+    save(manager, BOB, keys(9, 9, 9, 9))
+    gone = manager.get_match(ALICE, keys(1, 2, 3))
+    gone = manager.wait([gone.task_id], PATIENCE_SECONDS)[gone.task_id]
+    assert (gone.matched_blocks, gone.untold_blocks) == (0, 2)
+    manager.cancel([gone.task_id])
     disk.broken = False
     manager.check()
     manager.close()

@@ -3,7 +3,7 @@
 import itertools
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from tests.gated import GatedStore
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import TierUnavailable
-from kvstrata.core.types import StoreKey
+from kvstrata.core.types import Read, StoreKey
 from kvstrata.manager import choices
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState, TaskStatus
@@ -211,6 +211,7 @@ def test_what_lies_behind_a_block_that_is_gone_is_not_waited_for(
     store.reads.set()
     task = settled(manager, task)
     assert (task.state, len(task.slots), task.matched_blocks) == (TaskState.READY, 1, 1)
+    assert task.untold_blocks == 0
     manager.cancel([task.task_id])
 
 
@@ -235,7 +236,7 @@ def test_block_that_is_being_saved_is_not_read_as_well(
     manager.launch([put.task_id])
     write(manager, put, ALICE, asked)
     get = settled(manager, manager.get_match(ALICE, asked))
-    assert (get.slots, get.matched_blocks) == ([], 0)
+    assert (get.slots, get.matched_blocks, get.untold_blocks) == ([], 0, 2)
     manager.complete([put.task_id])
     manager.cancel([get.task_id])
     manager.check()
@@ -285,7 +286,7 @@ def test_store_that_is_away_has_nothing(manager: KVManager, store: GatedStore) -
     save(manager, ALICE, keys(0))
     store.away = True
     task = settled(manager, manager.get_match(ALICE, keys(0, 0, 0)))
-    assert (task.state, len(task.slots)) == (TaskState.READY, 1)
+    assert (task.state, len(task.slots), task.untold_blocks) == (TaskState.READY, 1, 2)
     manager.cancel([task.task_id])
     store.away = False
 
@@ -300,9 +301,40 @@ def test_store_all_searches_of_which_hang_is_left_alone(
     manager.cancel([manager.get_match(ALICE, keys(0)).task_id])
     eventually(lambda: manager.stats().tiers[1].switched_off, "it is not switched off")
     task = settled(manager, manager.get_match(ALICE, keys(0)))
-    assert (task.state, task.slots) == (TaskState.READY, [])
+    assert (task.state, task.slots, task.untold_blocks) == (TaskState.READY, [], 1)
     manager.cancel([task.task_id])
     store.searches.set()
+    manager.close()
+
+
+def test_what_cannot_be_read_is_not_said_to_be_gone(
+    manager: KVManager, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = keys(0, 0, 0, 0, 0)
+    inner = store.read_into
+
+    def failing(names: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
+        return [
+            Read.FAILED if name == ALICE + prompt[1] else read
+            for name, read in zip(names, inner(names, buffers), strict=True)
+        ]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "read_into", failing)
+        task = settled(manager, manager.get_match(ALICE, prompt))
+    assert (task.matched_blocks, task.untold_blocks) == (1, 3)
+    manager.cancel([task.task_id])
+
+
+def test_what_nobody_was_asked_for_is_not_said_to_be_gone(tmp_path: Path) -> None:
+    """Where there is no room for what is on disk, what may follow on it is not searched for."""
+    manager = KVManager(config(2, tmp_path), block_bytes=BLOCK_BYTES, remote=GatedStore({}))
+    save(manager, ALICE, keys(0))
+    eventually(lambda: manager.stats().is_at_rest, "not written")
+    full = manager.put_match(BOB, keys(0, 0))
+    task = manager.get_match(ALICE, keys(0, 0, 0))
+    assert task == TaskStatus(0, TaskState.DONE, declined_blocks=1, untold_blocks=2)
+    manager.cancel([full.task_id])
     manager.close()
 
 

@@ -21,7 +21,7 @@ from kvstrata.manager.report import (
 from kvstrata.manager.tasks import TaskState, TaskStatus
 from kvstrata.server import protocol as p
 
-STATUS = TaskStatus(2**40, TaskState.PROMOTING, [3, 1], [7, 2**63], [0], 5, 4)
+STATUS = TaskStatus(2**40, TaskState.PROMOTING, [3, 1], [7, 2**63], [0], 5, 4, 3, 2, 1)
 REPORT = CacheReport(
     "ab",
     [TierReport("host", 4, 1, 4096), TierReport("disk", 9, 9, 4096, 2, True)],

@@ -36,7 +36,7 @@ from kvstrata.transfer.engine import (
     TransferEngine,
     TransferLimits,
 )
-from kvstrata.transfer.finder import Finder
+from kvstrata.transfer.finder import Finder, Found
 from kvstrata.transfer.presence import Presence
 from kvstrata.transfer.read_meter import ReadMeter
 
@@ -195,10 +195,10 @@ class Cascade:
         if self._store.is_open:
             self._transfer.give_up()
 
-    def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
+    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None]) -> None:
         """Ask how many leading *keys* the tier has; *done* as ``Finder.find`` calls it."""
         if self._store.refuses:
-            done(0)
+            done(Found(0, len(keys)))
         else:
             self._finder.find(keys, done)
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from kvstrata.core.keys import ABSENT, BlockIds, StoreKeys, as_index
 from kvstrata.core.types import NamespaceId, Read
-from kvstrata.index.places import ARRIVING, HOST, WRITING
+from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
 from kvstrata.manager.aims import Aims
 from kvstrata.manager.desk import Desk
 from kvstrata.manager.explaining import explain
 from kvstrata.manager.planner import Plan, Planner, Reason, all_of
 from kvstrata.manager.puts import distinct
-from kvstrata.manager.reads import TIERS, Arrival, Lower, Reads
+from kvstrata.manager.reads import FINDABLE, TIERS, Arrival, Lower, Reads
 from kvstrata.manager.residency import Residency, leading
 from kvstrata.manager.states import Question, question_of
 from kvstrata.manager.tasks import (
@@ -35,6 +35,7 @@ from kvstrata.manager.tasks import (
 from kvstrata.manager.writes import LowerTier
 from kvstrata.observe import metrics
 from kvstrata.observe.seldom import SeldomWarning
+from kvstrata.transfer.finder import Found
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +112,12 @@ class Gets:
             self._aims.trim(task, task.aim)
         if not len(task.ids) and searched is None:
             self._time_lookup(task)
-            nothing = TaskStatus(0, TaskState.DONE, declined_blocks=task.declined_blocks)
+            nothing = TaskStatus(
+                0,
+                TaskState.DONE,
+                declined_blocks=task.declined_blocks,
+                untold_blocks=task.untold_blocks,
+            )
             return nothing, lambda: None
         if searched is not None:
             task.state = TaskState.SEARCHING
@@ -204,6 +210,7 @@ class Gets:
             disk_blocks=task.disk_blocks,
             remote_blocks=task.remote_blocks,
             declined_blocks=task.declined_blocks,
+            untold_blocks=task.untold_blocks,
         )
 
     @contextmanager
@@ -222,8 +229,7 @@ class Gets:
                     self._aims.land(task, task.aim)
                 ready = self.ready(task)
                 task.state = step(task.state, TaskEvent.PROMOTE)
-                self._cache.unlease(task.ids[len(ready) :])
-                task.ids = ready
+                self._end_at(task, len(ready))
                 self._time_lookup(task)
                 settled = self._settled.pop(task.task_id, None)
                 if settled is not None:
@@ -258,7 +264,11 @@ class Gets:
             arrivals, is_open = self._aims.begin(task, lookup, known)
             return arrivals, task.blocks if is_open else len(lookup.keys)
         arrivals = self._extend(task, lookup, known)
-        return arrivals, len(known) if len(task.ids) == len(known) else len(lookup.keys)
+        if len(task.ids) == len(known):
+            return arrivals, len(known)
+        if self._searched_tier(lookup.namespace) is not None:
+            task.untold_blocks = len(lookup.keys) - len(known)
+        return arrivals, len(lookup.keys)
 
     def _extend(self, task: GetTask, lookup: Lookup, ids: BlockIds) -> list[Arrival]:
         """Lease *ids*, which follow the blocks of *task*, as far as that pays and there is room.
@@ -310,9 +320,9 @@ class Gets:
             done, begin = partial(self._arrived, arrival), partial(self._begin, arrival)
             self._lower[arrival.source].promote(arrival.keys, arrival.slots, done, begin)
 
-    def _found(self, task: GetTask, lookup: Lookup, search: _Search, count: int) -> None:
-        """The remote tier has *count* blocks of what *lookup* asks for behind the known ones."""
-        known = search.known_blocks
+    def _found(self, task: GetTask, lookup: Lookup, search: _Search, found: Found) -> None:
+        """The remote tier tells what it has of the blocks of *lookup* behind the known ones."""
+        known, count = search.known_blocks, found.there
         with self.settling() as settling:
             settling.tasks.add(task)
             unknown = len(lookup.keys) - known
@@ -330,6 +340,11 @@ class Gets:
             self._cache.index.settle(ids[free:])  # first: some may be the victims of what follows
             self._reads.told(ids[:free])
             arrivals = self._extend(task, lookup, ids[:free])
+            beyond = self._cache.index.longest_prefix(
+                lookup.namespace, lookup.keys[known + count :]
+            )
+            here = leading(self._cache.has(beyond, FINDABLE | WRITING))  # on a disk that is off
+            task.untold_blocks = count - free + max(found.untold, here)
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
         self._read(arrivals)
@@ -384,9 +399,17 @@ class Gets:
         """What lies behind a block that does not come is of no use to *task*. Needs the lock."""
         if task.state is not TaskState.PROMOTING:
             return  # what a search finds has to follow on all that it began with
-        coming = leading(self._cache.has(task.ids, HOST | ARRIVING))
-        self._cache.unlease(task.ids[coming:])
-        task.ids = task.ids[:coming]
+        self._end_at(task, leading(self._cache.has(task.ids, HOST | ARRIVING)))
+
+    def _end_at(self, task: GetTask, blocks: int) -> None:
+        """No more than *blocks* of *task* come. Needs the lock."""
+        if blocks == len(task.ids):
+            return
+        behind = task.ids[blocks:]
+        if self._cache.has(behind[:1], DISK | REMOTE).any():  # it could not be read
+            task.untold_blocks += len(behind)
+        self._cache.unlease(behind)
+        task.ids = task.ids[:blocks]
 
     def _unlease(self, task: GetTask) -> None:
         """Return all that *task* has leased."""
@@ -405,19 +428,19 @@ class Gets:
         if keys:
             searched.find(keys, ask)
         else:
-            ask(0)
+            ask(Found(0))
 
     def _ask_for_states(
-        self, task: GetTask, aim: Aim, searched: Lower, search: _Search, count: int
+        self, task: GetTask, aim: Aim, searched: Lower, search: _Search, found: Found
     ) -> None:
-        """The remote tier has *count* blocks behind the known ones."""
+        """The remote tier tells what it has of the blocks behind the known ones."""
         with self._lock:
-            question = question_of(aim.lookup, task.blocks, search.known_blocks + count)
-        found = partial(self._found_ends, task, aim, search, question)
+            question = question_of(aim.lookup, task.blocks, search.known_blocks + found.there)
+        told = partial(self._found_ends, task, aim, search, question)
         if question.keys:
-            searched.ask(question.keys, found)
+            searched.ask(question.keys, told)
         else:
-            found([])
+            told([])
 
     def _found_ends(
         self, task: GetTask, aim: Aim, search: _Search, question: Question, there: Sequence[bool]

@@ -14,6 +14,7 @@ from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
 from kvstrata.manager.residency import Residency, Slots
 from kvstrata.manager.tasks import GetTask
 from kvstrata.manager.writes import LowerTier
+from kvstrata.transfer.finder import Found
 
 __all__ = ["FINDABLE", "TIERS", "Arrival", "Lower", "Reads"]
 
@@ -45,7 +46,7 @@ class Lower(Protocol):
 
     def relieve(self) -> None: ...
 
-    def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None: ...
+    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None]) -> None: ...
 
     def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None: ...
 

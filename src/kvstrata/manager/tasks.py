@@ -110,6 +110,7 @@ class TaskStatus(msgspec.Struct, frozen=True):
     disk_blocks: int = 0  # get only: how many of them had to come from disk
     remote_blocks: int = 0  # get only: and how many from the remote tier
     declined_blocks: int = 0  # get only: found behind the matched ones and not worth loading
+    untold_blocks: int = 0  # get only: behind these, and nobody can say now where they are
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +169,7 @@ class GetTask:
     disk_blocks: int = 0
     remote_blocks: int = 0
     declined_blocks: int = 0
+    untold_blocks: int = 0
     launched_blocks: int = 0  # in host memory when the copies began: no more can be loaded
     began_at: float = field(default_factory=time.monotonic)  # then: when the copies began
 

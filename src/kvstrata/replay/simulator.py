@@ -38,6 +38,7 @@ from kvstrata.replay.outcome import Outcome
 from kvstrata.replay.sizes import Sizes
 from kvstrata.replay.spool import Spool, Spooled
 from kvstrata.replay.trace import NO_PARENT, Kind
+from kvstrata.transfer.finder import Found
 from kvstrata.transfer.read_meter import ReadCost
 
 __all__ = ["CachePlan", "simulate"]
@@ -87,7 +88,7 @@ class _InstantDisk:
     ) -> None:
         done(0, [Read.HIT] * len(keys))
 
-    def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
+    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None]) -> None:
         raise InvariantViolated("the disk is searched: the index knows what it has")
 
     def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:

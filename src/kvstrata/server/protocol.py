@@ -22,7 +22,7 @@ from kvstrata.observe.block_changes import ChangedTier, ChangeKind
 from kvstrata.server import operator_messages as o
 from kvstrata.server.operator_messages import Count, Text
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 MAX_FRAME_BYTES: Final = 8 << 20
 MAX_KEYS: Final = 131_072  # in one request
 MAX_TASK_IDS: Final = 4096  # in one request
@@ -223,6 +223,7 @@ class Status(msgspec.Struct, array_like=True, frozen=True):
     disk_blocks: int
     remote_blocks: int
     declined_blocks: int
+    untold_blocks: int
 
 
 class Task(msgspec.Struct, tag=True, array_like=True):
@@ -377,6 +378,7 @@ def pack(status: TaskStatus) -> Status:
         status.disk_blocks,
         status.remote_blocks,
         status.declined_blocks,
+        status.untold_blocks,
     )
 
 
@@ -392,6 +394,7 @@ def unpack(status: Status) -> TaskStatus:
         status.disk_blocks,
         status.remote_blocks,
         status.declined_blocks,
+        status.untold_blocks,
     )
 
 

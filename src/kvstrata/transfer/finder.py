@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from kvstrata.core.errors import KVStrataError
 from kvstrata.core.types import StoreKey
 from kvstrata.transfer.jobs import give
 from kvstrata.transfer.presence import Presence
 
-__all__ = ["Finder"]
+__all__ = ["Finder", "Found"]
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +22,16 @@ T = TypeVar("T")
 _THREADS: Final = 8  # started as they are needed
 _STALE_SECONDS: Final = 1.0
 _MOST_WAITING: Final = 64  # searches; what comes on top finds nothing
+
+
+class Found(NamedTuple):
+    """Of the keys of a search: so many leading ones are there, and of the next *untold* who knows?
+
+    What follows these is of no use, since the next key is not there.
+    """
+
+    there: int
+    untold: int = 0
 
 
 class Finder:
@@ -51,12 +61,12 @@ class Finder:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstrata-find")
         self._room = threading.Semaphore(_MOST_WAITING)
 
-    def find(self, keys: Sequence[StoreKey], done: Callable[[int], None]) -> None:
-        """Call *done* once with how many leading *keys* the store holds; 0 if it cannot tell.
+    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None]) -> None:
+        """Call *done* once with how many leading *keys* the store holds, as far as it can tell.
 
         On another thread, or at once on this one if too many searches wait.
         """
-        self._submit(len(keys), partial(self._search, keys), done, 0)
+        self._submit(len(keys), partial(self._search, keys), done, Found(0, len(keys)))
 
     def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:
         """Call *done* once with which of *keys* the store holds, none if it cannot tell.
@@ -103,7 +113,7 @@ class Finder:
             _log.exception("a search for %d blocks failed", keys)
         done(found)
 
-    def _search(self, keys: Sequence[StoreKey], deadline: float) -> int:
+    def _search(self, keys: Sequence[StoreKey], deadline: float) -> Found:
         """How many leading *keys* are there, or are known to be when *deadline* comes.
 
         Asks once at least.
@@ -118,7 +128,7 @@ class Finder:
                     end = position
                     break
                 there = position + 1
-        return there
+        return Found(there, end - there)
 
 
 def _spread(first: int, end: int, count: int) -> list[int]:

@@ -99,7 +99,8 @@ class RunLookup:
             if status is None or self.connection != self._link.number:
                 continue
             if status.state not in _KNOWS_NOTHING:
-                missing.append(keys[status.matched_blocks + status.declined_blocks :])
+                first = status.matched_blocks + status.declined_blocks + status.untold_blocks
+                missing.append(keys[first:])
             covered = len(status.slots) * tokens - int(runs.skip[i])
             if covered < 1:
                 continue
