@@ -266,7 +266,11 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.roomy and self.remote is None:
             assert status.matched_blocks == expected
         if not status.task_id:
-            assert status == TaskStatus(0, TaskState.DONE, declined_blocks=status.declined_blocks)
+            declined, untold = status.declined_blocks, status.untold_blocks
+            assert declined + untold <= len(asked)
+            assert status == TaskStatus(
+                0, TaskState.DONE, declined_blocks=declined, untold_blocks=untold
+            )
             return
         held = Held(status, engine.owner, namespace, asked, expected)
         self.gets.append(held)
