@@ -61,7 +61,7 @@ class Asked(MemoryStore):
 
 def search(finder: Finder, keys: Sequence[StoreKey]) -> Found:
     found: list[Found] = []
-    finder.find(keys, found.append)
+    finder.find(keys, found.append, "a")
     eventually(lambda: bool(found), "a search has no end")
     return found[0]
 
@@ -109,7 +109,7 @@ def test_searches_that_come_together_are_answered_side_by_side() -> None:
     finder = finder_of(store)
     found: list[Found] = []
     for key in keys:
-        finder.find([key], found.append)
+        finder.find([key], found.append, "a")
     eventually(lambda: len(found) == AT_A_TIME, "they wait for each other")
     assert found == [Found(1)] * AT_A_TIME
     finder.close()
@@ -123,7 +123,7 @@ def test_a_search_that_has_waited_too_long_for_its_turn_asks_nothing() -> None:
     for _ in range(AT_A_TIME):
         finder._threads.submit(blocked.wait)
     found: list[Found] = []
-    finder.find(MANY[:20], found.append)
+    finder.find(MANY[:20], found.append, "a")
     now[0] = 5.0
     blocked.set()
     eventually(lambda: found == [Found(0, 20)], "the search has no end")
@@ -136,15 +136,15 @@ def test_the_leading_keys_that_are_there_are_counted() -> None:
     store.go.set()
     finder = finder_of(store)
     found: list[Found] = []
-    finder.find(KEYS, found.append)
+    finder.find(KEYS, found.append, "a")
     eventually(lambda: found == [Found(2)], "nothing is found")
-    finder.find(KEYS[:2], found.append)
+    finder.find(KEYS[:2], found.append, "a")
     eventually(lambda: found == [Found(2), Found(2)], "nothing is found")
     store.away = True
-    finder.find(KEYS, found.append)
+    finder.find(KEYS, found.append, "a")
     eventually(lambda: found[2:] == [Found(0, 4)], "a failed search has no end")
     finder.close()
-    finder.find(KEYS, found.append)
+    finder.find(KEYS, found.append, "a")
     assert found[3:] == [Found(0, 4)]
 
 
@@ -153,15 +153,38 @@ def test_too_many_searches_find_nothing_at_once_and_later_there_is_room() -> Non
     finder = finder_of(store)
     found: list[Found] = []
     for _ in range(100):
-        finder.find(KEYS, found.append)
+        finder.find(KEYS, found.append, "a")
     refused = len(found)
     assert set(found) == {Found(0, 4)}
     assert 36 - AT_A_TIME <= refused <= 36  # those under way wait no more
     store.go.set()
     eventually(lambda: len(found) == 100, "a search has no end")
     assert found[refused:] == [Found(4)] * (100 - refused)
-    finder.find(KEYS, found.append)
+    finder.find(KEYS, found.append, "a")
     eventually(lambda: found[100:] == [Found(4)], "there is no room again")
+    finder.close()
+
+
+def test_who_asks_for_much_at_a_time_keeps_nobody_waiting() -> None:
+    store = store_with(*KEYS)
+    store.go.set()
+    finder = finder_of(store)
+    go, end = threading.Event(), threading.Event()
+    for event in [go, *[end] * (AT_A_TIME - 1)]:  # one thread is to search
+        finder._threads.submit(event.wait, PATIENCE_SECONDS)
+    answers: list[tuple[str, Found]] = []
+
+    def ask(asker: str) -> None:
+        finder.find(KEYS, lambda found: answers.append((asker, found)), asker)
+
+    for asker in ["much"] * 64 + ["one", "one", "two"]:
+        ask(asker)
+    assert answers == [("much", Found(0, 4))] * 3  # the last in line make room
+    answers.clear()
+    go.set()
+    eventually(lambda: len(answers) == 64, "a search has no end")
+    assert answers[:6] == [(a, Found(4)) for a in ("much", "one", "two", "much", "one", "much")]
+    end.set()
     finder.close()
 
 
@@ -174,7 +197,7 @@ def test_bug_in_what_hears_of_a_search_is_logged_and_costs_no_other_search(
     store = store_with(*KEYS[:2])
     store.go.set()
     finder = finder_of(store)
-    finder.find(KEYS, buggy)
+    finder.find(KEYS, buggy, "a")
     eventually(lambda: "KeyError: 'a bug'" in caplog.text, "a bug is not told of")
     assert search(finder, KEYS) == Found(2)
     finder.close()

@@ -29,6 +29,14 @@ def shared(folder: Path) -> Iterator[Bench]:
         yield bench
 
 
+def fill(bench: Bench, engine: Engine) -> None:
+    """Of nine prompts, each in ten blocks, the first are in the shared tier alone."""
+    for seed in range(9):
+        engine.serve(f"said-{seed}", prompt(seed, 10 * TOKENS), 2)
+        bench.hears()
+        assert bench.manager._lower["remote"].drain(PATIENCE_SECONDS)
+
+
 def answered(engine: Engine, lookup: RunLookup) -> RunLookup:
     def is_settled() -> bool:
         engine.half._link.poll(0.01)
@@ -38,16 +46,42 @@ def answered(engine: Engine, lookup: RunLookup) -> RunLookup:
     return lookup
 
 
+def held_searches(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """They go on when it is set."""
+    go = threading.Event()
+    exists = SharedFsStore.exists
+
+    def held(store: SharedFsStore, keys: Any) -> list[bool]:
+        assert go.wait(PATIENCE_SECONDS)
+        return exists(store, keys)
+
+    monkeypatch.setattr(SharedFsStore, "exists", held)
+    return go
+
+
+def many_runs(engine: Engine) -> RunLookup:
+    """Of blocks that nobody has."""
+    runs = Runs(
+        start=np.arange(RUNS) * TOKENS,
+        length=np.full(RUNS, TOKENS),
+        delta=np.zeros(RUNS, np.int64),
+        generation=np.zeros(RUNS, np.int8),
+        skip=np.zeros(RUNS, np.int64),
+        key_offsets=np.arange(RUNS + 1),
+        keys=as_key_array([number.to_bytes(32, "big") for number in range(RUNS)]),
+        tokens_per_block=TOKENS,
+    )
+    half = engine.half
+    return RunLookup(half._link, half._loads.ahead, half._namespace, runs, "many")
+
+
 def test_what_a_tier_has_that_is_away_is_not_taken_for_lost(
     shared: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = shared.engine(connector=BlendConnector, **WORTH_IT)
     half: Any = engine.half
     remote = shared.manager._lower["remote"]
-    for seed in range(9):  # more than there is room for in host memory
-        engine.serve(f"said-{seed}", prompt(seed, 10 * TOKENS), 2)
-        shared.hears()
-        assert remote.drain(PATIENCE_SECONDS)
+    fill(shared, engine)
 
     def away(*_: object) -> list[bool]:
         raise TierUnavailable("the mount is gone")
@@ -69,26 +103,25 @@ def test_runs_that_nobody_searches_for_are_not_taken_for_lost(
     shared: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = shared.engine()
-    go = threading.Event()
-    exists = SharedFsStore.exists
-
-    def held(store: SharedFsStore, keys: Any) -> list[bool]:
-        assert go.wait(PATIENCE_SECONDS)
-        return exists(store, keys)
-
-    monkeypatch.setattr(SharedFsStore, "exists", held)
-    runs = Runs(
-        start=np.arange(RUNS) * TOKENS,
-        length=np.full(RUNS, TOKENS),
-        delta=np.zeros(RUNS, np.int64),
-        generation=np.zeros(RUNS, np.int8),
-        skip=np.zeros(RUNS, np.int64),
-        key_offsets=np.arange(RUNS + 1),
-        keys=as_key_array([number.to_bytes(32, "big") for number in range(RUNS)]),
-        tokens_per_block=TOKENS,
-    )
-    half = engine.half
-    lookup = RunLookup(half._link, half._loads.ahead, half._namespace, runs, "many")
+    go = held_searches(monkeypatch)
+    lookup = many_runs(engine)
     assert len(answered(engine, lookup).found().missing) == 0
     lookup.abandon()
     go.set()
+
+
+def test_another_request_finds_its_prefix_beside_them(
+    shared: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = shared.engine()
+    other = shared.engine(remote_lookup_seconds=PATIENCE_SECONDS)
+    fill(shared, engine)
+    go = held_searches(monkeypatch)
+    lookup = many_runs(engine)
+    eventually(lambda: shared.manager.stats().running_gets == RUNS, "they are not taken in")
+    other.add("theirs", [*prompt(0, 10 * TOKENS), 7], 2)
+    eventually(lambda: shared.manager.stats().running_gets == RUNS + 1, "it is not asked for")
+    go.set()
+    other.run()
+    assert other.runner.loaded_tokens["theirs"] == 10 * TOKENS
+    lookup.abandon()

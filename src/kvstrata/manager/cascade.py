@@ -195,24 +195,24 @@ class Cascade:
         if self._store.is_open:
             self._transfer.give_up()
 
-    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None]) -> None:
+    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None], asker: str) -> None:
         """Ask how many leading *keys* the tier has; *done* as ``Finder.find`` calls it."""
         if self._store.refuses:
             done(Found(0, len(keys)))
         else:
-            self._finder.find(keys, done)
+            self._finder.find(keys, done, asker)
 
     @property
     def search_seconds(self) -> float:
         """What takes longer to find has come too late."""
         return self._finder.search_seconds
 
-    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:
+    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None], asker: str) -> None:
         """Ask which of *keys* the tier has; *done* as ``Finder.ask`` calls it."""
         if self._store.refuses:
             done([False] * len(keys))
         else:
-            self._finder.ask(keys, done)
+            self._finder.ask(keys, done, asker)
 
     def owe_drop(self, namespace: NamespaceId) -> None:
         """What the tier holds of *namespace* counts no longer; ``pay_drops`` makes it forget.

@@ -138,7 +138,7 @@ class Gets:
                 self._search_ends(task, task.aim, searched, lookup, search)
             else:
                 keys = StoreKeys(lookup.namespace, lookup.keys[found:])
-                searched.find(keys, partial(self._found, task, lookup, search))
+                searched.find(keys, partial(self._found, task, lookup, search), lookup.request)
 
         return self.status(task), begin
 
@@ -426,7 +426,7 @@ class Gets:
         keys = StoreKeys(lookup.namespace, lookup.keys[search.known_blocks :])
         ask = partial(self._ask_for_states, task, aim, searched, search)
         if keys:
-            searched.find(keys, ask)
+            searched.find(keys, ask, lookup.request)
         else:
             ask(Found(0))
 
@@ -438,7 +438,7 @@ class Gets:
             question = question_of(aim.lookup, task.blocks, search.known_blocks + found.there)
         told = partial(self._found_ends, task, aim, search, question)
         if question.keys:
-            searched.ask(question.keys, told)
+            searched.ask(question.keys, told, aim.lookup.request)
         else:
             told([])
 

@@ -88,10 +88,10 @@ class _InstantDisk:
     ) -> None:
         done(0, [Read.HIT] * len(keys))
 
-    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None]) -> None:
+    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None], asker: str) -> None:
         raise InvariantViolated("the disk is searched: the index knows what it has")
 
-    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:
+    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None], asker: str) -> None:
         raise InvariantViolated("the disk is asked: the index knows what it has")
 
     def owes_drop(self, namespace: NamespaceId) -> bool:

@@ -1,5 +1,7 @@
 """Asks a store on threads of its own what it holds, so that no lookup waits behind a read."""
 
+import bisect
+import itertools
 import logging
 import threading
 import time
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 _THREADS: Final = 8  # started as they are needed
 _STALE_SECONDS: Final = 1.0
-_MOST_WAITING: Final = 64  # searches; what comes on top finds nothing
+_MOST_WAITING: Final = 64  # searches; on top of these the last one in line finds nothing
 
 
 class Found(NamedTuple):
@@ -34,6 +36,16 @@ class Found(NamedTuple):
     untold: int = 0
 
 
+class _Waiting(NamedTuple):
+    """A search in line."""
+
+    turn: int  # how many of the same asker waited when it came
+    number: int
+    asker: str
+    begin: Callable[[], None]
+    give_up: Callable[[], None]
+
+
 class Finder:
     """Searches for prefixes in one store, with few questions.
 
@@ -41,6 +53,9 @@ class Finder:
     for that lie evenly apart, then some of those between the last one that is there and the first
     one that is not. Where a block in the middle is gone all the same the prefix is found too long:
     the read tells.
+
+    In line the first search of an asker is before the second one of any other, and so on: who asks
+    for much at a time keeps no other waiting.
     """
 
     def __init__(
@@ -59,38 +74,64 @@ class Finder:
         self.search_seconds = search_seconds
         self._clock = clock
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstrata-find")
-        self._room = threading.Semaphore(_MOST_WAITING)
+        self._lock = threading.Lock()
+        self._waiting: list[_Waiting] = []  # in line, a job of a thread for each; needs the lock
+        self._numbers = itertools.count()
 
-    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None]) -> None:
+    def find(self, keys: Sequence[StoreKey], done: Callable[[Found], None], asker: str) -> None:
         """Call *done* once with how many leading *keys* the store holds, as far as it can tell.
 
-        On another thread, or at once on this one if too many searches wait.
+        On another thread, of the finder or, if too many searches wait, of who asks meanwhile.
         """
-        self._submit(len(keys), partial(self._search, keys), done, Found(0, len(keys)))
+        self._submit(len(keys), partial(self._search, keys), done, Found(0, len(keys)), asker)
 
-    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None]) -> None:
+    def ask(self, keys: Sequence[StoreKey], done: Callable[[list[bool]], None], asker: str) -> None:
         """Call *done* once with which of *keys* the store holds, none if it cannot tell.
 
         All are asked for at once, in their turn with what ``find`` looks for.
         """
-        self._submit(len(keys), lambda _: self._presence.ask(keys), done, [False] * len(keys))
+        nothing = [False] * len(keys)
+        self._submit(len(keys), lambda _: self._presence.ask(keys), done, nothing, asker)
 
     def close(self) -> None:
         """Take no more searches; those that wait are not begun and not answered."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(
-        self, keys: int, look: Callable[[float], T], done: Callable[[T], None], nothing: T
+        self,
+        keys: int,
+        look: Callable[[float], T],
+        done: Callable[[T], None],
+        nothing: T,
+        asker: str,
     ) -> None:
         """Call *done* with what *look*, given its deadline, finds, or with *nothing*."""
-        if not self._room.acquire(blocking=False):
-            done(nothing)
+        deadline = self._clock() + self.search_seconds
+        begin = partial(self._find, keys, look, done, nothing, deadline)
+        last: _Waiting | None = None
+        with self._lock:
+            turn = sum(each.asker == asker for each in self._waiting)
+            new = _Waiting(turn, next(self._numbers), asker, begin, partial(done, nothing))
+            bisect.insort(self._waiting, new)
+            if len(self._waiting) > _MOST_WAITING:
+                last = self._waiting.pop()
+        if last is not None:
+            last.give_up()  # the job that was for it does another
             return
         try:
-            deadline = self._clock() + self.search_seconds
-            give(self._threads, partial(self._find, keys, look, done, nothing, deadline))
+            give(self._threads, self._begin_next)
         except RuntimeError:  # closed meanwhile
-            done(nothing)
+            with self._lock:
+                is_in_line = new in self._waiting
+                if is_in_line:
+                    self._waiting.remove(new)
+            if is_in_line:
+                new.give_up()
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            first = self._waiting.pop(0)
+        first.begin()
 
     def _find(
         self,
@@ -100,7 +141,6 @@ class Finder:
         nothing: T,
         deadline: float,
     ) -> None:
-        self._room.release()
         found = nothing
         if self._clock() > deadline + _STALE_SECONDS:  # whoever asked has left
             done(found)
