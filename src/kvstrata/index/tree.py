@@ -207,6 +207,8 @@ class PrefixIndex:
             last &= ~retired
         if last.any():
             vanishes = unleased & ((where & np.uint8(~(tier | REMOTE) & 0xFF)) == 0)
+            if retired is not None:
+                vanishes &= ~retired  # what was above them may be another block by now
             unleased &= ~last | self._family.emptied(ids, vanishes)
         return unleased
 
