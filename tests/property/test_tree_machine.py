@@ -283,9 +283,10 @@ TestTreeMachine.settings = machine_settings(examples=100, steps=25)
 
 def test_a_retired_block_is_no_child_of_what_has_the_id_of_its_parent() -> None:
     index = PrefixIndex(CAPACITY)
-    old = index.insert(SPACES[0], as_key_array([key(p) for p in prompt((0, 0, 0, 0))]))
+    old = index.insert(SPACES[0], as_key_array([key(p) for p in prompt((0, 0, 0, 0))])).tolist()
     index.retire(SPACES[0])
-    index.settle(old[2:3])
-    (new,) = index.insert(SPACES[0], as_key_array([key((0,))])).tolist()
-    assert new == old[2]
-    assert index.may_leave(array([*old[[0, 3, 1]], new]), HOST).tolist() == [True] * 4
+    index.settle(array(old[2:3]))
+    new = index.insert(SPACES[0], as_key_array([key((0,))])).tolist()
+    assert new == old[2:3]
+    asked = array([old[0], old[3], old[1], *new])
+    assert index.may_leave(asked, HOST).tolist() == [True] * 4

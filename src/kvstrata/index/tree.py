@@ -207,9 +207,12 @@ class PrefixIndex:
             last &= ~retired
         if last.any():
             vanishes = unleased & ((where & np.uint8(~(tier | REMOTE) & 0xFF)) == 0)
-            if retired is not None:
-                vanishes &= ~retired  # what was above them may be another block by now
-            unleased &= ~last | self._family.emptied(ids, vanishes)
+            if retired is None:
+                emptied = self._family.emptied(ids, vanishes)
+            else:  # has no part in the tree: what was above may be another block by now
+                emptied, living = retired.copy(), ~retired
+                emptied[living] = self._family.emptied(ids[living], vanishes[living])
+            unleased &= ~last | emptied
         return unleased
 
     def retire(self, namespace: NamespaceId) -> None:
