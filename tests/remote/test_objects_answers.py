@@ -45,7 +45,7 @@ def store(server: OddServer) -> Iterator[ObjectStore]:
         yield store
 
 
-def open_store(port: int, *, anonymous: bool = False) -> ObjectStore:
+def open_store(port: int) -> ObjectStore:
     keys = {
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -56,9 +56,7 @@ def open_store(port: int, *, anonymous: bool = False) -> ObjectStore:
             "s3://bucket/prefix",
             block_bytes=BLOCK_BYTES,
             timeout_seconds=1.0,
-            access=ObjectAccess(
-                endpoint=f"http://127.0.0.1:{port}", parallel=4, anonymous=anonymous
-            ),
+            access=ObjectAccess(endpoint=f"http://127.0.0.1:{port}", parallel=4),
         )
 
 
@@ -375,9 +373,8 @@ def test_the_store_keeps_a_bounded_number_of_connections(
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 4
 
 
-@pytest.mark.parametrize("anonymous", [False, True], ids=["signed", "by obstore"])
 def test_a_second_burst_of_searches_finds_the_connections_of_the_first(
-    server: OddServer, anonymous: bool
+    server: OddServer, store: ObjectStore
 ) -> None:
     searches, parallel = 8, 4
     together = threading.Barrier(searches * parallel)
@@ -388,10 +385,7 @@ def test_a_second_burst_of_searches_finds_the_connections_of_the_first(
 
     server.answer = missing
     asked = [key(number) for number in range(parallel)]
-    with (
-        closing(open_store(server.port, anonymous=anonymous)) as store,
-        ThreadPoolExecutor(searches) as pool,
-    ):
+    with ThreadPoolExecutor(searches) as pool:
         for _ in range(2):
             found = pool.map(lambda _: store.exists(asked), range(searches))
             assert list(found) == [[False] * parallel] * searches

@@ -35,6 +35,7 @@ def test_an_address(url: str, host: str, port: int, as_the_library_takes_it: str
         "mooncake://:51051",
         "mooncake://master:0",
         "mooncake://master:many",
+        "mooncake://[::1",
         "mooncake://master:70000",
         "mooncake://master/prefix",
         "mooncake://master?protocol=rdma",

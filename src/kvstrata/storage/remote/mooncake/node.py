@@ -76,11 +76,11 @@ class MasterAddress(NamedTuple):
     @classmethod
     def parse(cls, url: str) -> "MasterAddress":
         """Of ``mooncake://host:port``; raises ``ConfigError`` for anything else."""
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port
-        except ValueError:
-            port = -1
+        except ValueError:  # a port that is no number, or half a pair of brackets
+            parts, port = urlsplit("mooncake:"), -1
         if not _is_plain(parts) or not parts.hostname or port in {-1, 0}:
             raise ConfigError(
                 f"a Mooncake tier at {parts.scheme}://{parts.hostname or ''}: not an address",

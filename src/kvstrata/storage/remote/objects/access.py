@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.storage.store import MOST_CALLS
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Credential, S3Store
@@ -169,7 +168,7 @@ def _client_options(access: ObjectAccess, timeout_seconds: float) -> "ClientConf
         "connect_timeout": timedelta(seconds=0.75 * timeout_seconds),
         "timeout": timedelta(seconds=timeout_seconds),
         "pool_idle_timeout": timedelta(seconds=30),
-        "pool_max_idle_per_host": str(MOST_CALLS * access.parallel),
+        "pool_max_idle_per_host": str(2 * access.parallel),
         "user_agent": "kvstrata",
     }
     if access.endpoint is not None and access.endpoint.startswith("http://"):

@@ -20,7 +20,6 @@ from kvstrata.storage.remote.objects.access import Place
 from kvstrata.storage.remote.objects.faults import is_full, names_no_object, refused
 from kvstrata.storage.remote.objects.values import Deadline, Found, Given, Wanted
 from kvstrata.storage.remote.value import HEADER_BYTES
-from kvstrata.storage.store import MOST_CALLS
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -46,8 +45,9 @@ class Fetched(NamedTuple):
 class Library:
     """The calls that a store is made of, each under a deadline, many objects side by side.
 
-    They raise what is in ``object_faults.FAULTS``. obstore's blocking calls run on threads,
-    up to ``parallel`` of each call: a thread that misses its deadline has no buffer of the caller's, and ends
+    They raise what is in ``object_faults.FAULTS``. obstore's blocking calls run on up to
+    ``parallel`` threads, and those that look for objects on as many more, so that no value waits
+    behind questions: a thread that misses its deadline has no buffer of the caller's, and ends
     soon after, since no request takes longer than the timeout. obstore's asynchronous calls abort
     the process when it ends a moment after one of them (0.12.1).
     """
@@ -59,11 +59,12 @@ class Library:
         self._parallel = parallel
         self._flights = max(1, min(parallel, _FLIGHT_BYTES // self._stored_bytes))
         self._can_create = True  # until the engine says that it knows no conditional write
-        self._threads = ThreadPoolExecutor(MOST_CALLS * parallel, "kvstrata-objects")
+        self._threads = ThreadPoolExecutor(parallel, "kvstrata-objects")
+        self._lookers = ThreadPoolExecutor(parallel, "kvstrata-objects-find")
 
     def find(self, names: Sequence[str], deadline: Deadline) -> list[Found | None]:
         """Look at objects; ``None`` for one that is not there."""
-        return list(self._each(self._find, names, deadline, self._parallel))
+        return list(self._each(self._find, names, deadline, self._parallel, self._lookers))
 
     def read(self, wanted: Sequence[Wanted], deadline: Deadline) -> None:
         """Read objects to where they are wanted; a missing one stays as it is."""
@@ -107,13 +108,19 @@ class Library:
             yield [_found(meta) for meta in page]
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._lookers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _once(self, do: Callable[[], T], deadline: Deadline) -> T:
         return self._start(do).result(deadline.left_seconds())
 
     def _each(
-        self, do: Callable[[I], T], items: Iterable[I], deadline: Deadline, side_by_side: int
+        self,
+        do: Callable[[I], T],
+        items: Iterable[I],
+        deadline: Deadline,
+        side_by_side: int,
+        threads: ThreadPoolExecutor | None = None,
     ) -> Iterator[T]:
         """*do* each of *items*, and yield the results in order. *items* are taken as needed."""
         running: deque[Future[T]] = deque()
@@ -121,16 +128,16 @@ class Library:
             for item in items:
                 if len(running) == side_by_side:
                     yield running.popleft().result(deadline.left_seconds())
-                running.append(self._start(partial(do, item)))
+                running.append(self._start(partial(do, item), threads))
             while running:
                 yield running.popleft().result(deadline.left_seconds())
         finally:
             for late in running:
                 late.cancel()
 
-    def _start(self, do: Callable[[], T]) -> Future[T]:
+    def _start(self, do: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> Future[T]:
         try:
-            return self._threads.submit(do)
+            return (threads or self._threads).submit(do)
         except RuntimeError:  # they have been shut down
             raise CancelledError from None
 

@@ -5,7 +5,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote
 
 from kvstrata.core.errors import ConfigError
 
@@ -15,6 +15,7 @@ EXAMPLE: Final = "valkey://cache:6379/0"
 _TCP: Final = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}  # with TLS?
 _PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
+_URL: Final = re.compile(r"([A-Za-z]+)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(?:#(.*))?")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_.:/-]+")  # nothing that a pattern or a hash tag means
 
 
@@ -85,7 +86,7 @@ def open_target(url: str, access: ValkeyAccess) -> Target:
             f"the prefix {access.prefix!r} of a valkey tier",
             hint="use letters, digits and any of _ . : / -",
         )
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme == "unix":
         return _unix_target(parts, access)
     if parts.scheme not in _TCP:
@@ -116,6 +117,13 @@ def open_target(url: str, access: ValkeyAccess) -> Target:
             "TLS files for a valkey tier without TLS", hint="write rediss:// or valkeys://"
         )
     return target
+
+
+def _split(url: str) -> SplitResult:
+    """As ``urlsplit``, which on newer Pythons takes no list of hosts with an IPv6 address in it."""
+    found = _URL.fullmatch(url)
+    scheme, *others = found.groups("") if found else ("", "", url, "", "")
+    return SplitResult(scheme.lower(), *others)
 
 
 def _unix_target(parts: SplitResult, access: ValkeyAccess) -> Target:
