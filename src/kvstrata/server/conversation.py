@@ -77,7 +77,7 @@ class Conversation:
         self._owner: int | None = None
         self._operator: int | None = None  # the owner of what an observer has brought up
         self._following: Following | None = None
-        self._is_over = False
+        self.is_over = False  # nobody hears an answer any more
         self.is_broken = False  # by a bug: nobody can say what the client would make of an answer
         self.is_waiting = False  # for disks: the client's next request has to wait too
         self.is_resetting = False  # below host memory: another reset has to wait, nothing else
@@ -100,18 +100,18 @@ class Conversation:
             raise ProtocolError("no hello came first")
         self._answer(request, partial(_HANDLERS[type(request)], self, request))
 
-    def end(self) -> None:
-        """The client has gone: release all that it held. Again, it does nothing."""
-        if self._is_over:
-            return
-        self._is_over = True
-        if self._following is not None:
-            self._following.end()
-        if self._manager and self._owner is not None:
+    def release(self) -> None:
+        """The client asks nothing more: release all that it held. Answers may still go to it."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.end()
+        owner, self._owner = self._owner, None
+        if self._manager and owner is not None:
             self.host.client_log.tell("%s has left", self._name)
-            self._manager.disconnect(self._owner)
-        if self._operator is not None:
-            self.tiers().disconnect(self._operator)
+            self._manager.disconnect(owner)
+        operator, self._operator = self._operator, None
+        if operator is not None:
+            self.tiers().disconnect(operator)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Conversation:
         self.host.post(lambda: self._tell(status))
 
     def _tell(self, status: TaskStatus) -> None:
-        if not self._is_over:
+        if not self.is_over:
             self.send(p.Settled(p.pack(status)))
 
     def _on_put_match(self, request: p.PutMatch) -> None:
@@ -319,13 +319,14 @@ class Conversation:
         self, request: p.Request, outcome: T | Exception, answer: Callable[[T], None]
     ) -> None:
         """Tell the client what came of what was submitted for *request*."""
-        if not self._is_over:
-            if isinstance(outcome, KVStrataError):
-                self._refuse(request, outcome)
-            elif isinstance(outcome, Exception):
-                self.is_broken = True
-            else:
-                self._answer(request, partial(answer, outcome))
+        if self.is_over:
+            return
+        if isinstance(outcome, KVStrataError):
+            self._refuse(request, outcome)
+        elif isinstance(outcome, Exception):
+            self.is_broken = True
+        else:
+            self._answer(request, partial(answer, outcome))
         self._resumed()
 
     def _answer(self, request: p.Request, answer: Callable[[], None]) -> None:

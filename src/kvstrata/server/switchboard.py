@@ -195,8 +195,8 @@ class Switchboard:
         elif client.conversation.is_broken:
             self._drop(client, "a bug")
         elif connection.is_ended and not connection.has_frame:
-            self._end(client)
-            if not client.conversation.is_resetting:  # else it counts until that is done
+            self._release(client)
+            if not client.conversation.is_resetting:  # else it counts until that is answered
                 self._drop(client)
         if not client.is_here:
             return
@@ -284,13 +284,14 @@ class Switchboard:
         self._buffered_bytes -= client.counted_bytes
         if client.watched is not None:
             self._poller.unwatch(client.fd)
-        self._end(client)
+        client.conversation.is_over = True
+        self._release(client)
         del self._clients[client.fd]  # last: who sees that it has gone finds nothing of it
         client.connection.close()
 
-    def _end(self, client: Client) -> None:
-        """Release what *client* held: it has nothing more to say."""
+    def _release(self, client: Client) -> None:
+        """*client* asks nothing more."""
         try:
-            client.conversation.end()
+            client.conversation.release()
         except Exception:  # noqa: BLE001 - thread top: the others must be served
             _log.exception("what a client held is kept by a bug")
