@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -73,23 +73,10 @@ HOT_PATHS: Final = (
         )
         for requests in (1, 64)
     ),
-    HotPath(
-        "8 prompts saved, scheduler's half",
-        partial(engine_copies.save, half="scheduler"),
-        3,
-        warm_up=2,
-    ),
-    HotPath(
-        "8 prompts saved, worker's half", partial(engine_copies.save, half="worker"), 3, warm_up=2
-    ),
-    HotPath(
-        "8 prompts loaded, scheduler's half",
-        partial(engine_copies.load, half="scheduler"),
-        3,
-        warm_up=2,
-    ),
-    HotPath(
-        "8 prompts loaded, worker's half", partial(engine_copies.load, half="worker"), 3, warm_up=2
+    *(
+        HotPath(f"8 prompts {done}, {half}'s half", partial(turns, half=half), 3, warm_up=2)
+        for done, turns in (("saved", engine_copies.save), ("loaded", engine_copies.load))
+        for half in get_args(engine_copies.Half)
     ),
 )
 

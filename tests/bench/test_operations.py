@@ -14,6 +14,7 @@ from bench.operations import cache, kept, tiers, wire
 from bench.operations.count import Count
 from bench.operations.hot_paths import HOT_PATHS, HotPath, Turns, measure
 from bench.operations.kept import compare
+from tests.hot_paths import with_another_system_call
 
 from kvstrata.core.keys import BlockHasher
 from kvstrata.server.connection import Connection
@@ -168,15 +169,7 @@ def test_another_system_call_below_host_memory_is_seen(
     turns: Turns, owner: type, method: str
 ) -> None:
     path = HotPath("tiers", turns, 1, warm_up=2)
-    before = measure(path)
-    once = getattr(owner, method)
-
-    def with_another(*args: Any, **kwargs: Any) -> Any:
-        os.getppid()
-        return once(*args, **kwargs)
-
-    with patch.object(owner, method, with_another):
-        after = measure(path)
+    before, after = with_another_system_call(path, owner, method)
     assert after["system calls"] > before["system calls"]
     assert after["instructions"] > before["instructions"]
 

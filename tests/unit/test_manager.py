@@ -931,11 +931,12 @@ def test_what_a_disk_that_is_switched_off_has_comes_from_the_remote_tier(
     store.values.clear()
     save(manager, BOB, keys(9, 9, 9, 9))
     gone = manager.get_match(ALICE, keys(1, 2, 3))
-    if gone.task_id:  # else it was known at once
+    if gone.task_id:
         gone = manager.wait([gone.task_id], PATIENCE_SECONDS)[gone.task_id]
         manager.cancel([gone.task_id])
-    assert gone.matched_blocks == 0
-    assert gone.untold_blocks in {1, 2}  # or the search has ended before the read
+    told = (gone.matched_blocks, gone.declined_blocks, gone.untold_blocks)
+    # Read in vain, or not even that, since every slot was just being written down.
+    assert told in {(0, 0, 2), (0, 2, 1)}
     disk.broken = False
     manager.check()
     manager.close()

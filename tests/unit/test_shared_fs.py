@@ -62,6 +62,15 @@ def put(store: SharedFsStore, number: int, namespace: bytes = NAMESPACE) -> Writ
     return fate
 
 
+def owner_and_adder(path: Path) -> tuple[SharedFsStore, SharedFsStore]:
+    """The node that evicts, and another, which has added twelve blocks and not told it yet."""
+    owner, adder = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
+    owner.sweep()
+    for number in range(12):
+        put(adder, number)
+    return owner, adder
+
+
 def content(store: SharedFsStore, number: int, namespace: bytes = NAMESPACE) -> bytes | None:
     buffer = dirty()
     (fate,) = store.read_into([key(number, namespace)], [buffer])
@@ -525,10 +534,7 @@ class TestQuota:
     def test_what_a_node_told_before_it_was_away_is_not_added_again_when_it_is_back(
         self, path: Path, lost: str
     ) -> None:
-        owner, away = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
-        owner.sweep()
-        for number in range(12):
-            put(away, number)
+        owner, away = owner_and_adder(path)
         away.sweep()
         counter = path / "kvstrata.nodes" / away._node
         if lost == "forgotten":
@@ -549,10 +555,7 @@ class TestQuota:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The owner sees a counter that is old, the node tells, and then the owner removes it."""
-        owner, away = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
-        owner.sweep()
-        for number in range(12):
-            put(away, number)
+        owner, away = owner_and_adder(path)
         away.sweep()
         counter = path / "kvstrata.nodes" / away._node
         os.utime(counter, (0, 0))
@@ -576,10 +579,7 @@ class TestQuota:
         self, path: Path
     ) -> None:
         """Its counter went after the last count: another node held itself for the owner, say."""
-        owner, away = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
-        owner.sweep()
-        for number in range(12):
-            put(away, number)
+        owner, away = owner_and_adder(path)
         away.sweep()
         owner._quota._count = None
         owner.sweep()
@@ -593,10 +593,7 @@ class TestQuota:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It has no counter, but nobody has forgotten it."""
-        owner, other = make(path, 20, AN_HOUR), make(path, 20, AN_HOUR)
-        owner.sweep()
-        for number in range(12):
-            put(other, number)
+        owner, other = owner_and_adder(path)
 
         def full(name: str, *rest: object, **kwargs: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)

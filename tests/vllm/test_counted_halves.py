@@ -1,14 +1,13 @@
 """What `make operations` counts of the connector: work of either half, on whatever thread."""
 
-import os
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from bench.operations import engine_copies
 from bench.operations.engine_copies import Half
-from bench.operations.hot_paths import HotPath, measure
+from bench.operations.hot_paths import HotPath
+from tests.hot_paths import with_another_system_call
 
 from kvstrata.integration.vllm.loads import Loads
 from kvstrata.integration.vllm.pieces import Pieces
@@ -27,14 +26,6 @@ from kvstrata.transfer.guarded import RankSlots
 )
 def test_another_system_call_is_seen(turns: Any, half: Half, owner: type, method: str) -> None:
     path = HotPath("prompts", partial(turns, half=half), 1)
-    before = measure(path)
-    once = getattr(owner, method)
-
-    def with_another(*args: Any, **kwargs: Any) -> Any:
-        os.getppid()
-        return once(*args, **kwargs)
-
-    with patch.object(owner, method, with_another):
-        after = measure(path)
+    before, after = with_another_system_call(path, owner, method)
     assert after["system calls"] > before.get("system calls", 0)
     assert after["instructions"] > before["instructions"]
