@@ -1,7 +1,9 @@
 """What a run keeps, and how it goes on."""
 
+import asyncio
 import contextlib
 import fcntl
+import io
 import json
 import os
 import random
@@ -12,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.bench import engine
-from kvstrata.bench.engine import _Talk
+from kvstrata.bench.contenders import Deployment
+from kvstrata.bench.engine import _serve, _Talk
 from kvstrata.bench.processes import cpu_seconds_of, usage_of
 from kvstrata.bench.record import (
     About,
@@ -257,3 +260,21 @@ def test_an_engine_on_an_accelerator_starts_alone(tmp_path: Path, fails: bool) -
             raise RuntimeError("it has died")
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
+
+
+def test_an_engine_that_was_given_up_before_its_first_order_ends_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[bool] = []
+
+    class Engine:
+        def __init__(self, deployment: Deployment) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(engine, "Engine", Engine)
+    deployment = Deployment("none", "", "", "", None, None, 0, 0, 0, None, 0, 0.0)
+    asyncio.run(_serve(deployment, io.BytesIO(), replies := io.BytesIO()))
+    assert (closed, replies.getvalue()) == ([True], b'{"type":"Ready"}\n')

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ class FakeDriver:
     def __init__(self, status: int = 0) -> None:
         self.asked: list[tuple[int, ...]] = []
         self.status = status
-        self.batch = BatchCopy.SIGNATURE(self._batch)
+        self.batch = ctypes.CFUNCTYPE(ctypes.c_int, *BatchCopy.ARGUMENTS)(self._batch)
         self.loop = ctypes.CFUNCTYPE(ctypes.c_int, *LoopCopy.ARGUMENTS)(self._loop)
         of_rocm = ctypes.CFUNCTYPE(ctypes.c_int, *LoopCopy.ARGUMENTS_OF_ROCM)
         self.loop_of_rocm = of_rocm(self._loop_of_rocm)
@@ -94,12 +95,9 @@ def test_without_it_each_span_is_a_call(is_rocm: bool, is_pinned: bool) -> None:
     assert fake.asked == [(length, *by_address, STREAM) for length in (24, 8, 16)]
 
 
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_calls_that_come_back_at_once_keep_the_interpreter(is_pinned: bool) -> None:
-    """A busy thread that gets it at every span keeps it for 5 ms each time."""
-    calls_ended, other_ran = [], []
-    usleep = address_of(ctypes.CDLL(None).usleep)  # takes the target for microseconds
-    copy = LoopCopy(usleep, is_rocm=False, is_pinned=is_pinned)
+def is_kept_from_others(call: Callable[[], None]) -> bool:
+    """Whether no other thread gets the interpreter while *call* waits in C."""
+    call_ended, other_ran = [], []
     gate = threading.Lock()
     gate.acquire()
 
@@ -113,12 +111,30 @@ def test_calls_that_come_back_at_once_keep_the_interpreter(is_pinned: bool) -> N
     try:
         sys.setswitchinterval(10.0)  # nothing takes the interpreter away
         gate.release()
-        copy(np.array([30_000]), np.array([0]), np.array([0]), STREAM)
-        calls_ended.append(time.perf_counter())
+        call()
+        call_ended.append(time.perf_counter())
     finally:
         sys.setswitchinterval(before)
     thread.join()
-    assert (other_ran < calls_ended) == (not is_pinned)
+    return other_ran > call_ended
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_calls_that_come_back_at_once_keep_the_interpreter(is_pinned: bool) -> None:
+    """A busy thread that gets it at every span keeps it for 5 ms each time."""
+    usleep = address_of(ctypes.CDLL(None).usleep)  # takes the target for microseconds
+    copy = LoopCopy(usleep, is_rocm=False, is_pinned=is_pinned)
+    columns = np.array([30_000]), np.array([0]), np.array([0])
+    assert is_kept_from_others(lambda: copy(*columns, STREAM)) == is_pinned
+
+
+@pytest.mark.parametrize(("spans", "is_kept"), [(16, True), (17, False)])
+def test_a_call_for_few_spans_keeps_the_interpreter(spans: int, is_kept: bool) -> None:
+    """To give it away and get it again takes longer, and holds up the engine's thread each time."""
+    nanosleep = address_of(ctypes.CDLL(None).nanosleep)  # takes the targets for a timespec
+    copy = BatchCopy(nanosleep)
+    targets = np.array([0, 30_000_000, *[0] * (spans - 2)])
+    assert is_kept_from_others(lambda: copy(targets, targets.copy(), targets, STREAM)) == is_kept
 
 
 def test_what_the_driver_refuses_is_a_fault() -> None:

@@ -237,7 +237,7 @@ class Wire:
 
     def saves(self) -> tuple[CopyQueue, Pace]:
         pace = Pace(lambda: self.now, self.sleep)
-        return CopyQueue(self, Link(), pace=pace, limits=CopyLimits(4, 100, 2, 2)), pace
+        return CopyQueue(self, Link(), pace=pace, limits=CopyLimits(4, 100, 2)), pace
 
 
 def save(wire: Wire, saves: CopyQueue, count: int) -> None:
@@ -253,10 +253,9 @@ def test_saves_leave_half_of_the_link_to_the_steps_that_run() -> None:
     for _ in range(10):
         pace.step_begins()
         save(wire, saves, 8)  # which takes longer than a step is counted on, in all
-    assert {*wire.chunks} == {2}
-    assert wire.most_in_flight == 2
+    assert wire.most_in_flight == 4  # a chunk
     assert wire.used == pytest.approx(0.08)
-    assert wire.now - began == pytest.approx(0.16, abs=0.003)
+    assert wire.now - began == pytest.approx(0.16, abs=0.005)  # the last rest is the next one's
 
 
 def test_saves_have_the_link_to_themselves_while_no_step_runs() -> None:
@@ -273,28 +272,28 @@ def test_saves_have_the_link_to_themselves_while_no_step_runs() -> None:
     assert wire.most_in_flight == 8
 
 
-def test_a_step_that_begins_in_the_middle_of_a_save_has_small_chunks_before_it_from_then_on() -> (
-    None
-):
+def test_a_step_that_begins_in_the_middle_of_a_save_has_one_chunk_before_it_from_then_on() -> None:
     wire = Wire()
     saves, pace = wire.saves()
     flight = Flight()
     copy = wire.copy
+    before: list[int] = []  # bytes that a step would wait for, with each chunk
 
     def begin_a_step(spans: Spans) -> None:
         copy(spans)
-        if len(wire.chunks) == 3:
+        before.append(wire.in_flight)
+        if len(before) == 3:
             pace.step_begins()
 
     wire.copy = begin_a_step  # type: ignore[method-assign]  # a step begins meanwhile
     saves.submit(spans(24, 1), flight)
     flight.wait()
-    assert wire.chunks == [4, 4, 4, *[2] * 6]
+    assert before == [4, 8, 8, 4, 4, 4]
 
 
 def test_a_piece_that_is_larger_than_a_chunk_is_copied_in_several() -> None:
     wire = Wire()
-    loads = CopyQueue(wire, Link(), pace=None, limits=CopyLimits(4, 100, 2, 2))
+    loads = CopyQueue(wire, Link(), pace=None, limits=CopyLimits(4, 100, 2))
     loads.submit(spans(3, 40), flight := Flight())
     flight.wait()
     assert (wire.chunks, wire.most_in_flight) == ([4] * 30, 8)
@@ -326,7 +325,7 @@ def test_a_copy_that_is_slow_for_its_own_reasons_does_not_stop_the_saves_for_lon
 
 def test_loads_pay_nothing_to_the_steps() -> None:
     wire = Wire()
-    loads = CopyQueue(wire, Link(), pace=None, limits=CopyLimits(4, 100, 2, 2))
+    loads = CopyQueue(wire, Link(), pace=None, limits=CopyLimits(4, 100, 2))
     began = wire.now
     flight = Flight()
     loads.submit(spans(80, 1), flight)

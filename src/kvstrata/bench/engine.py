@@ -305,9 +305,11 @@ async def _serve(deployment: Deployment, orders: IO[bytes], replies: IO[bytes]) 
     threading.Thread(target=read, daemon=True).start()
     try:
         async with asyncio.TaskGroup() as group:  # what fails ends this too
+            at_work: asyncio.Task[None] | None = None
             while line := await lines.get():
                 at_work = group.create_task(carry_out(line))
-            at_work.cancel()
+            if at_work is not None:
+                at_work.cancel()
     finally:
         engine.close()
 

@@ -1,8 +1,8 @@
 """Copies by the copy engines of a GPU: a whole list of spans in one call of the driver, or one each.
 
 ``cuMemcpyBatchAsync`` came with CUDA 12.8. It is called through its address, with the arrays as they
-are: the Python function of cuda-bindings would take lists, and make them one number at a time. ctypes
-releases the GIL meanwhile: the driver has a whole list to go through.
+are: the Python function of cuda-bindings would take lists, and make them one number at a time. Of a
+long list the GIL is released meanwhile: the driver has all of it to go through.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ _BATCH_NAME: Final = b"cuMemcpyBatchAsync"
 _BATCH_VERSION: Final = 12080  # the first, and of the signature below
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the stream's turn
 _DIRECTION_BY_ADDRESS: Final = 4  # hipMemcpyDefault
+_FEW_SPANS: Final = 16  # a call for them is over before the GIL, once given away, is had again
 
 
 class CopyCall(Protocol):
@@ -64,8 +65,7 @@ class BatchCopy:
     """All spans in one call."""
 
     name: Final = "batched DMA"
-    SIGNATURE: Final = ctypes.CFUNCTYPE(
-        ctypes.c_int,
+    ARGUMENTS: Final = (
         ctypes.c_void_p,  # targets
         ctypes.c_void_p,  # sources
         ctypes.c_void_p,  # lengths
@@ -79,14 +79,16 @@ class BatchCopy:
 
     def __init__(self, entry: int) -> None:
         """*entry*: the address of ``cuMemcpyBatchAsync``."""
-        self._call = self.SIGNATURE(entry)
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int, *self.ARGUMENTS)(entry)
+        self._call_with_gil = ctypes.PYFUNCTYPE(ctypes.c_int, *self.ARGUMENTS)(entry)
         self._attributes = _Attributes(_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
 
     def __call__(self, targets: Numbers, sources: Numbers, lengths: Numbers, stream: int) -> None:
         columns = [np.ascontiguousarray(column) for column in (targets, sources, lengths)]
         refused = ctypes.c_size_t(0)
-        status = self._call(
+        call = self._call_with_gil if len(targets) <= _FEW_SPANS else self._call
+        status = call(
             *(column.ctypes.data for column in columns),
             len(targets),
             ctypes.byref(self._attributes),

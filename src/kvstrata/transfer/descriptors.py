@@ -5,7 +5,7 @@ outermost (vLLM's BLHNC and BLNHC), and there a run of neighbouring blocks, too.
 outermost, a page is a span. ``bench/descriptors.py`` measures what a page costs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -131,8 +131,8 @@ def _follows(page: PagePlace, piece: tuple[int, int, int, int]) -> bool:
     return (page.address, page.stride_bytes) == (address + length, stride)
 
 
-def chunks(spans: Spans, most_bytes: Callable[[], int], most_spans: int) -> Iterator[Spans]:
-    """*spans* in order, in parts of limited size; *most_bytes* is asked before each of them.
+def chunks(spans: Spans, most_bytes: int, most_spans: int) -> Iterator[Spans]:
+    """*spans* in order, in parts of limited size.
 
     Spans that are longer than a part are split, and their pieces fill parts, but no others are.
     """
@@ -141,16 +141,15 @@ def chunks(spans: Spans, most_bytes: Callable[[], int], most_spans: int) -> Iter
     longest, count = int(lengths.max(initial=0)), len(ends)
     first, skipped_bytes, done_bytes = 0, 0, 0  # of the first span, and in all
     while first < count:
-        limit = most_bytes()
-        if longest <= limit and not skipped_bytes:
-            end = int(ends.searchsorted(done_bytes + limit, "right"))
+        if longest <= most_bytes:
+            end = int(ends.searchsorted(done_bytes + most_bytes, "right"))
             end = min(end, first + most_spans)
             yield Spans(device[first:end], host[first:end], lengths[first:end])
             first, done_bytes = end, int(ends[end - 1])
             continue
-        stop = done_bytes + limit
+        stop = done_bytes + most_bytes
         end = min(int(ends.searchsorted(stop)) + 1, first + most_spans, count)
-        if ends[end - 1] > stop and lengths[end - 1] <= limit:
+        if ends[end - 1] > stop and lengths[end - 1] <= most_bytes:
             end -= 1
         rest_bytes = max(0, int(ends[end - 1]) - stop)
         part = Spans(device[first:end].copy(), host[first:end].copy(), lengths[first:end].copy())

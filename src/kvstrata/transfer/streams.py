@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Final, NamedTuple
 
 from kvstrata.transfer.descriptors import Spans, chunks
@@ -25,7 +24,6 @@ class CopyLimits(NamedTuple):
     chunk_bytes: int = 8 << 20  # 160 to 320 µs of a link of PCIe 5 or 4
     chunk_spans: int = 4096
     chunks_in_flight: int = 2  # of one job
-    shared_chunk_bytes: int = 2 << 20  # of a save while steps run, which have one before them then
     patience_seconds: float = 0.005  # that a chunk of a save waits for loads: they may never pause
     chunks_ahead: int = 32  # of a job that loads layer by layer: 5 to 10 ms of the link
     spans_in_flight: int | None = None  # of all jobs of a stream; None: their chunks are enough
@@ -109,25 +107,18 @@ class CopyQueue:
         *in_flight*: chunks, if not as many as usual. Raises what the device says. Wait for *flight*
         then, too.
         """
-        most = in_flight or self.limits.chunks_in_flight
-        room = partial(self._room_bytes, flight, most)
-        for chunk in chunks(spans, room, self.limits.chunk_spans):
-            if self._pace is None or not self._pace.is_shared:
+        most, limits, pace = in_flight or self.limits.chunks_in_flight, self.limits, self._pace
+        for chunk in chunks(spans, limits.chunk_bytes, limits.chunk_spans):
+            if pace is not None:
+                self._link.wait_free(limits.patience_seconds)
+            flight.wait(but=most - 1)
+            if pace is None or not pace.is_shared:
                 self._ask(chunk, flight)
                 continue
-            with self._pace.share():
+            flight.wait()
+            with pace.share():
                 self._ask(chunk, flight)
                 flight.wait()
-
-    def _room_bytes(self, flight: Flight, most: int) -> int:
-        """Wait until one more chunk may be asked for; how large it may be by then."""
-        if self._pace is not None:
-            self._link.wait_free(self.limits.patience_seconds)
-        flight.wait(but=most - 1)
-        if self._pace is None or not self._pace.is_shared:
-            return self.limits.chunk_bytes
-        flight.wait()
-        return self.limits.shared_chunk_bytes
 
     def _ask(self, chunk: Spans, flight: Flight) -> None:
         with self._lock:
