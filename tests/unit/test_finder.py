@@ -85,6 +85,40 @@ def test_a_short_prompt_with_a_hole_is_found_up_to_there() -> None:
     finder.close()
 
 
+class InPart(Asked):
+    """An engine of several servers, of which those that have some keys do not answer."""
+
+    def __init__(self, there: int, away: set[int]) -> None:
+        super().__init__(there)
+        self.away = {MANY[number] for number in away}
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool | None]:  # type: ignore[override]  # as a `Store` may
+        return [
+            None if key in self.away else there
+            for key, there in zip(keys, super().exists(keys), strict=True)
+        ]
+
+
+@given(
+    st.integers(0, 40),
+    st.sets(st.integers(0, 40), max_size=9),
+    st.integers(0, 40),
+    st.integers(1, 9),
+)
+def test_of_what_a_part_of_the_engine_has_nobody_is_told_that_it_is_missing(
+    there: int, away: set[int], asked: int, width: int
+) -> None:
+    finder = finder_of(InPart(there, away), width)
+    found = search(finder, MANY[:asked])
+    known = [number for number in range(there) if number not in away]
+    assert {*range(found.there)} <= {*known} | away
+    if width >= asked:
+        assert found.there == min(asked, *away, there)
+    missing = found.there + found.untold
+    assert missing == asked or (missing >= there and missing not in away)
+    finder.close()
+
+
 def test_a_search_that_takes_too_long_answers_with_what_it_knows() -> None:
     store = Asked(200)
     finder = finder_of(store, 10, search_seconds=0.0)

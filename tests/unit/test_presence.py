@@ -51,6 +51,13 @@ def test_what_is_missing_is_asked_for_again_after_a_while() -> None:
     assert presence.ask(KEYS[:2]) == [True, True]
 
 
+def test_what_nobody_can_tell_is_asked_for_again() -> None:
+    answers: list[list[bool | None]] = [[None, False], [True]]
+    presence = Presence(lambda keys: answers.pop(0), missing_seconds=3600)
+    assert presence.ask(KEYS[:2]) == [None, False]
+    assert presence.ask(KEYS[:2]) == [True, False]
+
+
 def test_what_this_node_has_written_is_not_missing() -> None:
     engine = Engine()
     presence = Presence(engine.exists, missing_seconds=3600)
@@ -105,7 +112,7 @@ def test_many_who_ask_for_the_same_keys_are_one_question() -> None:
     assert engine.questions == [KEYS[:4], KEYS[4:6]]
 
 
-def test_who_waits_for_a_question_that_fails_finds_nothing() -> None:
+def test_who_waits_for_a_question_that_fails_is_told_nothing() -> None:
     engine = Engine(*KEYS)
     engine.go.clear()
     engine.away = True
@@ -117,19 +124,19 @@ def test_who_waits_for_a_question_that_fails_finds_nothing() -> None:
         engine.go.set()
         with pytest.raises(TierUnavailable):
             first.result()
-        assert second.result() in ([False, False], [True, True])
+        assert second.result() in ([None, None], [True, True])
     engine.away = False
     assert presence.ask(KEYS[:2]) == [True, True]
 
 
-def test_who_waits_too_long_finds_nothing() -> None:
+def test_who_waits_too_long_is_told_nothing() -> None:
     engine = Engine(*KEYS)
     engine.go.clear()
     presence = Presence(engine.exists, missing_seconds=0, wait_seconds=0.01)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(presence.ask, KEYS[:1])
         eventually(lambda: len(engine.questions) == 1, "nobody asks")
-        assert presence.ask(KEYS[:1]) == [False]
+        assert presence.ask(KEYS[:1]) == [None]
         engine.go.set()
         assert first.result() == [True]
 

@@ -50,7 +50,7 @@ class CodedStore(ABC):
     def drop_namespace(self, namespace_id: NamespaceId) -> int:
         return self._inner.drop_namespace(namespace_id)
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def exists(self, keys: Sequence[StoreKey]) -> Sequence[bool | None]:
         return self._inner.exists(keys)
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:

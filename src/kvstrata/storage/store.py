@@ -33,15 +33,18 @@ class Store(Protocol):
     * A missing block is a value (``Read.MISS``); an unreachable store raises ``TierUnavailable``
       and leaves the buffers undefined. What the call was to do may be done in part. One that can
       be reached, but not for some blocks, may report those as ``FAILED`` instead,
-      and as not there to ``exists``.
+      and to ``exists`` as ``None``.
     * Buffers belong to the caller, are bytes in one piece, and nothing of them is kept after the
       call. A key or a buffer of a wrong length is a bug of the caller: ``InvariantViolated``.
 
     ``kvstrata.testing.StoreConformance`` checks all of this for any store.
     """
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
-        """Whether each key would be found. May be wrong by the time of the read."""
+    def exists(self, keys: Sequence[StoreKey]) -> Sequence[bool | None]:
+        """Whether each key would be found; None where nobody can tell now.
+
+        May be wrong by the time of the read.
+        """
         ...
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:

@@ -91,7 +91,11 @@ class Finder:
         All are asked for at once, in their turn with what ``find`` looks for.
         """
         nothing = [False] * len(keys)
-        self._submit(len(keys), lambda _: self._presence.ask(keys), done, nothing, asker)
+
+        def look(_: float) -> list[bool]:
+            return [is_there is True for is_there in self._presence.ask(keys)]
+
+        self._submit(len(keys), look, done, nothing, asker)
 
     def close(self) -> None:
         """Take no more searches; those that wait are not begun and not answered."""
@@ -158,7 +162,8 @@ class Finder:
 
         Asks once at least.
         """
-        there, end = 0, len(keys)  # so many are there, and no more than so many
+        there, end = 0, len(keys)  # so many are there, and what is looked for ends here
+        missing = end  # the first that is known not to be there
         while there < end and (end == len(keys) or self._clock() < deadline):
             asked = _spread(there, end, self._width)
             for position, is_there in zip(
@@ -166,9 +171,10 @@ class Finder:
             ):
                 if not is_there:
                     end = position
+                    missing = position if is_there is False else missing
                     break
                 there = position + 1
-        return Found(there, end - there)
+        return Found(there, missing - there)
 
 
 def _spread(first: int, end: int, count: int) -> list[int]:

@@ -21,7 +21,7 @@ class _Question:
     def __init__(self) -> None:
         self.outdated: set[StoreKey] = set()  # written by this node since it was asked
         self.answered = threading.Event()
-        self.answers: dict[StoreKey, bool] = {}  # empty if the store could not tell
+        self.answers: dict[StoreKey, bool | None] = {}  # empty if the store could not tell
 
 
 class Presence:
@@ -33,7 +33,7 @@ class Presence:
 
     def __init__(
         self,
-        exists: Callable[[Sequence[StoreKey]], list[bool]],
+        exists: Callable[[Sequence[StoreKey]], Sequence[bool | None]],
         *,
         missing_seconds: float,
         wait_seconds: float = 10.0,
@@ -47,10 +47,10 @@ class Presence:
         self._missing: OrderedDict[StoreKey, float] = OrderedDict()  # until when
         self._asked: dict[StoreKey, _Question] = {}
 
-    def ask(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def ask(self, keys: Sequence[StoreKey]) -> list[bool | None]:
         """Whether the store has each of *keys*; what it raises is passed on.
 
-        A key whose answer somebody else waits for in vain counts as missing.
+        None where it cannot tell, or where somebody else waits for the answer in vain.
         """
         mine = _Question()
         others: dict[StoreKey, _Question] = {}
@@ -69,9 +69,7 @@ class Presence:
         give_up = time.monotonic() + self._wait_seconds
         for question in set(others.values()):
             question.answered.wait(max(0.0, give_up - time.monotonic()))
-        found = mine.answers | {
-            key: question.answers.get(key, False) for key, question in others.items()
-        }
+        found = mine.answers | {key: question.answers.get(key) for key, question in others.items()}
         return [found[key] for key in keys]
 
     def written(self, keys: Sequence[StoreKey]) -> None:
@@ -83,7 +81,7 @@ class Presence:
                     self._asked[key].outdated.add(key)
 
     def _ask(self, mine: _Question, asked: Sequence[StoreKey]) -> None:
-        there: list[bool] = []
+        there: Sequence[bool | None] = []
         try:
             there = self._exists(asked)
         finally:
@@ -93,7 +91,8 @@ class Presence:
                     del self._asked[key]
                 for key, is_there in zip(asked, there, strict=bool(there)):
                     mine.answers[key] = is_there
-                    if not is_there and self._missing_seconds and key not in mine.outdated:
+                    is_missing = is_there is False and key not in mine.outdated
+                    if is_missing and self._missing_seconds:
                         self._missing[key] = until
                         self._missing.move_to_end(key)
                 while len(self._missing) > _MOST_MISSING:

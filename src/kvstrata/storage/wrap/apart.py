@@ -25,7 +25,7 @@ class ApartStore:
         self._inner = inner
         self._form = form
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def exists(self, keys: Sequence[StoreKey]) -> Sequence[bool | None]:
         return self._inner.exists([self._apart(key) for key in keys])
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:

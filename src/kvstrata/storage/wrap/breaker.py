@@ -81,7 +81,7 @@ class BreakerStore(WrappedStore):
             self._count_overdue(now)
             return self._is_open and (self._is_probed() or now < self._next_probe)
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def exists(self, keys: Sequence[StoreKey]) -> Sequence[bool | None]:
         return self._guard(lambda: self._inner.exists(keys), is_question=True)
 
     def _call(self, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ class WrappedStore:
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def exists(self, keys: Sequence[StoreKey]) -> Sequence[bool | None]:
         return self._call(lambda: self._inner.exists(keys))
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:

@@ -29,7 +29,7 @@ class TimedStore(WrappedStore):
         self._observe = observe
         self._clock = clock
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def exists(self, keys: Sequence[StoreKey]) -> Sequence[bool | None]:
         start = self._clock()
         try:
             return self._inner.exists(keys)

@@ -57,12 +57,12 @@ class Calls:
         """Why all of them could not be moved."""
         return self._fault(self._failed, self._moving_seconds)
 
-    def exist(self, keys: Sequence[StoreKey]) -> set[StoreKey]:
-        """Those of *keys* that are there."""
-        there: set[StoreKey] = set()
+    def exist(self, keys: Sequence[StoreKey]) -> list[bool | None]:
+        """Whether each of *keys* is there; None where the library cannot tell."""
+        there: list[bool | None] = []
         for part in _parts(keys, _EXIST_KEYS):
             codes = self._call(Exist(self._names(part)))
-            there.update(key for key, code in zip(part, codes, strict=True) if code == 1)
+            there += [None if has_failed(code) else code == 1 for code in codes]
         return there
 
     def get(self, keys: Sequence[StoreKey], places: Sequence[Place]) -> list[int]:

@@ -82,12 +82,11 @@ class MooncakeStore:
             given = msgspec.structs.replace(orders, segment_bytes=node.segment_bytes)
             self._segment = PoolSegment(self._ledger.name, given)
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool | None]:
         """See ``Store``. Blocks of a node that died are there until the master misses the node."""
         check_keys(keys)
         with self._calls() as calls:
-            there = calls.exist(keys)
-        return [key in there for key in keys]
+            return calls.exist(keys)
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         """See ``Store``. Blocks of nodes that do not answer are ``FAILED``."""
@@ -124,7 +123,7 @@ class MooncakeStore:
         with self._calls() as calls:
             there = calls.exist(keys)
             first = {key: index for index, key in reversed(list(enumerate(keys)))}
-            missing = sorted(index for key, index in first.items() if key not in there)
+            missing = sorted(index for index in first.values() if not there[index])
             for places in rounds(self._library, calls.lane, keys, buffers, missing):
                 for number, (block, _, room) in enumerate(places):
                     header = header_of(keys[block], parents[block], buffers[block])

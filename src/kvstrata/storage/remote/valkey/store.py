@@ -50,8 +50,8 @@ class ValkeyStore:
     * Each call ends by *timeout_seconds*, however slowly bytes trickle and host names are found.
       ``drop_namespace`` ends each of its steps so.
     * A key is never written over: of two writers the first wins. No room is ``Write.FULL``.
-    * What one server of a cluster fails to do costs its blocks alone: they are not there,
-      ``Read.FAILED`` and ``Write.FAILED``, while the others are served. Only ``remove`` and
+    * What one server of a cluster fails to do costs its blocks alone: nobody knows whether they
+      are there, they are ``Read.FAILED`` and ``Write.FAILED``, while the others are served. Only ``remove`` and
       ``drop_namespace`` need all servers that they are about.
     * With *replicas* some reads go to servers that follow, and what has not come there yet is a
       miss.
@@ -106,14 +106,11 @@ class ValkeyStore:
         self._timeout_seconds = timeout_seconds
         self._prefix = access.prefix.encode()
 
-    def exists(self, keys: Sequence[StoreKey]) -> list[bool]:
+    def exists(self, keys: Sequence[StoreKey]) -> list[bool | None]:
         check_keys(keys)
         with self._call() as session:
             names = [self._name(key) for key in keys]
-            return [
-                known is True
-                for known in self._ask(session, names, Flag(b"EXISTS", names, may_lag=True))
-            ]
+            return self._ask(session, names, Flag(b"EXISTS", names, may_lag=True))
 
     def read_into(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[Read]:
         check_keys(keys)
