@@ -145,6 +145,7 @@ def test_the_defaults_are_these() -> None:
         "blend_scored_layers": (),
         "blend_attention": "auto",
         "blend_again": False,
+        "blend_if_slower": False,
         "recompute_ratio": 0.15,
         "recompute_boundary": 2,
         "blend_min_saved_tokens": 1024,

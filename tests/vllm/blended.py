@@ -92,6 +92,7 @@ def blending(
             "recompute": "never",
             "blend_min_saved_tokens": 0,
             "blend_min_saved_share": 0,
+            "blend_if_slower": True,
             "blend_audit_share": 0.25,
             "blend_audit_limit": 100,
             "lookup_timeout_seconds": 30,

@@ -34,6 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             "blend_chunk_size": 16,
             "blend_min_saved_tokens": 0,
             "blend_min_saved_share": 0,
+            "blend_if_slower": True,
             "blend_audit_share": 0,
             "lookup_timeout_seconds": 30,
             "load_timeout_seconds": 30,

@@ -38,12 +38,13 @@ class Ends:
     While it is *held*, nothing ends.
     """
 
-    def __init__(self, engine: Engine, *, whole: bool) -> None:
+    def __init__(self, engine: Engine, *, whole: bool, audited: bool = True) -> None:
         self.held = False
         self.begun: list[BlendRequestMeta] = []
         self.budgets: list[tuple[int, int]] = []  # to move and to run, of steps that begin some
         self.counts: Counter[str] = Counter()
         self._engine, self._whole = engine, whole
+        self._audited = whole and audited
         self._ended: list[BlendRequestMeta] = []
         for owner, name, around in (
             (engine.runner.half, "start_load", self._start_load),
@@ -80,7 +81,7 @@ class Ends:
         ours = WorkerReport(
             load_done=dict.fromkeys(names, self._engine.runner.half.bit),
             load_failed=set() if self._whole else names,
-            audits=dict.fromkeys(names, Audit(1.5, agrees=False)) if self._whole else {},
+            audits=dict.fromkeys(names, Audit(1.5, agrees=False)) if self._audited else {},
         )
         return ours if found is None else ours.aggregate(found)
 
@@ -201,3 +202,48 @@ def test_a_prefix_that_others_compute_in_the_same_step_is_waited_for(
     assert begun.plan.exact_end == len(system)
     assert begun.awaits_step is together
     assert not any(engine.leftovers().values())
+
+
+def results_of_six(
+    bench: Bench, *, prefill_rate: float, together: bool = False, audited: bool = False, **own: Any
+) -> dict[str, int]:
+    """What becomes of six requests of about one size, where *prefill_rate* tokens a second are
+    computed."""
+    engine = bench.engine(connector=BlendConnector, **SETTINGS, **own)
+    ends = Ends(engine, whole=True, audited=audited)
+    text = prompt(1, KNOWN)
+    engine.serve("known", text, 2)
+    bench.hears()
+    engine.forget_device()
+    half: Any = engine.half
+    half._rate.tokens_per_second = prefill_rate
+    for number in range(6):
+        engine.add(f"asked-{number}", [number, *text, 7], 2, {"blend": {"ratio": 0}})
+        if not together:
+            engine.run()
+    engine.run()
+    engine.half.take_stats()
+    assert not any(engine.leftovers().values())
+    name = "kvstrata_blend_requests_total|"
+    found = {k.removeprefix(name): n for k, n in ends.counts.items() if k.startswith(name)}
+    return {result: number for result, number in found.items() if result != "not_asked"}
+
+
+ENDLESS, NO_TIME = 1e-9, 1e15  # what a prefill takes, at so many tokens a second
+
+
+@pytest.mark.parametrize(
+    ("prefill_rate", "own", "expected"),
+    [
+        (NO_TIME, {}, {"blended": 5, "slower": 1}),
+        (NO_TIME, {"blend_if_slower": True}, {"blended": 6}),
+        (NO_TIME, {"together": True}, {"blended": 6}),
+        (NO_TIME, {"audited": True}, {"blended": 6}),
+        (ENDLESS, {}, {"blended": 6}),
+    ],
+)
+def test_what_has_taken_longer_than_a_prefill_is_computed(
+    bench: Bench, prefill_rate: float, own: dict[str, Any], expected: dict[str, int]
+) -> None:
+    """By those that nothing else was done beside, and that were not computed exactly as well."""
+    assert results_of_six(bench, prefill_rate=prefill_rate, **own) == expected

@@ -103,7 +103,7 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
         "kvstrata-disk": lambda: _kvstrata(tiers=f"{small_host} | disk:{disk}:{d.disk_bytes}"),
         "kvstrata-remote": lambda: _kvstrata(tiers=f"{small_host} | valkey://127.0.0.1:{d.port}/0"),
         "kvstrata-blend": lambda: (
-            _kvstrata(tiers=host, blend_audit_share=0)
+            _kvstrata(tiers=host, blend_audit_share=0, blend_if_slower=True)
             | {"kv_connector": "BlendConnector", "kv_connector_module_path": _BLEND_MODULE}
         ),
         "native": lambda: _native(d, device, d.host_bytes, []),

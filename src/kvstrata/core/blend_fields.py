@@ -123,6 +123,14 @@ class BlendFields(BaseModel):
         description="And if these are so large a share of the tokens that it would compute.",
         examples=["0.3"],
     )
+    blend_if_slower: bool = Field(
+        default=False,
+        description=(
+            "Whether prompts are blended, too, of a size at which that has been measured here to take "
+            "longer than to compute them whole."
+        ),
+        examples=["true"],
+    )
     blend_again: bool = Field(
         default=False,
         description=(

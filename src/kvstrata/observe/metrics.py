@@ -231,7 +231,8 @@ BLEND_REQUESTS: Final = Metric(
     "computed because it was not asked for (not_asked) or not in a form that is understood "
     "(not_understood), the request has an adapter, images, embeddings or prompt_logprobs, KV that its "
     "sender called approximate (tainted), no other KV of its tokens is known (no_run), blending would "
-    "spare too few tokens (few_tokens, small_share), the device blocks that it takes behind a sliding "
+    "spare too few tokens (few_tokens, small_share), takes longer here than to compute prompts of this "
+    "size (slower), the device blocks that it takes behind a sliding "
     "window are not free (no_room), its audits have switched it off (switched_off), "
     "or there is no cache server (no_server). Only in vLLM's metrics.",
     (
@@ -247,6 +248,7 @@ BLEND_REQUESTS: Final = Metric(
         "no_run",
         "few_tokens",
         "small_share",
+        "slower",
         "no_room",
         "switched_off",
         "no_server",

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from kvstrata.blend.audit import Audit, Auditor
+from kvstrata.blend.payoff import Payoff
 from kvstrata.blend.plan import BlendPlan, Economy, ReusedRuns
 from kvstrata.blend.runs import Runs
 from kvstrata.blend.source_index import BLENDED_GENERATION
@@ -39,6 +41,7 @@ from kvstrata.server import protocol as p
 _log = logging.getLogger(__name__)
 
 _OWN_SHARE: Final = 4  # where other prompts fill a step, blending runs this part of it besides
+_FEW_TOKENS: Final = 64  # of a step that does little but decode
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +80,9 @@ class _Running:
     blocks: list[KVCacheBlock]  # that it has beyond vLLM's until then
     reused_tokens: int
     spared_tokens: float  # of prefill, by the plan
+    prefill_tokens: int  # that would be computed without blending
+    is_alone: bool  # all that its workers do meanwhile is done for it
+    began_at: float  # of time.monotonic
     failed: bool = False
     audit: Audit | None = None
 
@@ -123,6 +129,8 @@ class BlendScheduler(SchedulerHalf):
         self._behind: dict[str, _Behind] = {}  # by request id, if ``blend_again``
         self._counted = KVStrataStats()
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
+        self._payoff = Payoff()
+        self._tokens_before = 0  # of the last step
         self._planned: list[BlendRequestMeta] = []
         self._running: dict[int, _Running] = {}  # by the first of its tasks
 
@@ -221,8 +229,11 @@ class BlendScheduler(SchedulerHalf):
             return "switched_off"
         if first_token >= request.num_prompt_tokens - 1:
             return "no_run"
-        if self._economy.is_hopeless(request.num_prompt_tokens - first_token):
+        prefill_tokens = request.num_prompt_tokens - first_token
+        if self._economy.is_hopeless(prefill_tokens):
             return "few_tokens"
+        if not self._config.blend_if_slower and self._payoff.is_slower(prefill_tokens):
+            return "slower"
         return None if self._link.ready else "no_server"
 
     def _settle(self, request: Request, candidate: _Candidate, lookup: RunLookup) -> None:
@@ -272,6 +283,10 @@ class BlendScheduler(SchedulerHalf):
             left = self._step_tokens - output.total_num_scheduled_tokens
             most_run = max(1, self._step_tokens // _OWN_SHARE, left)
             step.blend = BlendConnectorMeta(requests, self._step_tokens, most_run)
+        self._tokens_before = output.total_num_scheduled_tokens
+        if len(self._running) > 1 or self._tokens_before > _FEW_TOKENS:
+            for running in self._running.values():
+                running.is_alone = False
         return step
 
     def _tell_rate(self, output: SchedulerOutput, *, is_pure: bool) -> None:
@@ -302,6 +317,7 @@ class BlendScheduler(SchedulerHalf):
         if running.audit is not None:
             self._judge(running.audit)
         if not running.failed:
+            self._measure(running)
             spared = round(running.spared_tokens)
             self._counted.add_counter(metrics.BLEND_TOKENS, ("reused",), running.reused_tokens)
             self._counted.add_counter(metrics.BLEND_TOKENS, ("spared",), spared)
@@ -310,6 +326,13 @@ class BlendScheduler(SchedulerHalf):
         if tracked is not None:
             self._results[running.request_id] = "failed"
             self._taints.lift(tracked.request)
+
+    def _measure(self, running: _Running) -> None:
+        """Note what it took, if that and what a prefill would take are known."""
+        rate = self._rate.tokens_per_second
+        if rate is not None and running.is_alone and running.audit is None:
+            seconds = time.monotonic() - running.began_at
+            self._payoff.took(running.prefill_tokens, seconds, running.prefill_tokens / rate)
 
     def _judge(self, audit: Audit) -> None:
         self._counted.add_counter(metrics.BLEND_AUDITS, ("same" if audit.agrees else "other",), 1)
@@ -442,6 +465,8 @@ class BlendScheduler(SchedulerHalf):
         self._link.submit(p.Launch(found.task_ids))
         on_device = device_blocks[: (plan.exact_end - loaded_tokens) // self._device_tokens]
         clipped = plan.runs.start - found.start[plan.origin]
+        # vLLM gives out blocks that another request computes in the step that it plans.
+        awaits_step = self._room.is_shared(on_device)
         self._planned.append(
             BlendRequestMeta(
                 request.request_id,
@@ -455,8 +480,7 @@ class BlendScheduler(SchedulerHalf):
                 candidate.wish.ratio,
                 self._auditor.wants_next(),
                 awaits_load=loaded_tokens > 0,
-                # vLLM gives out blocks that another request computes in the step that it plans.
-                awaits_step=self._room.is_shared(on_device),
+                awaits_step=awaits_step,
             )
         )
         reused = int(plan.runs.length.sum())
@@ -468,6 +492,9 @@ class BlendScheduler(SchedulerHalf):
             held,
             reused,
             candidate.spared_tokens,
+            plan.end - plan.exact_end,
+            not loaded_tokens and not awaits_step and self._tokens_before <= _FEW_TOKENS,
+            time.monotonic(),
         )
         self._results[request.request_id] = "blended"
         if self._config.blend_again:
