@@ -505,7 +505,8 @@ def test_a_step_that_also_blends_does_not_say_how_fast_prompts_are_computed(
     half: Any = lesson.half
     step = SchedulerOutput.make_empty()
     step.num_scheduled_tokens, step.total_num_scheduled_tokens = {"long": 512}, 512
-    half._running[1] = SimpleNamespace(is_alone=True)  # the workers compute what this one chooses, too
+    # The workers compute what this one chooses, too.
+    half._running[1] = SimpleNamespace(is_alone=True)
     half.plan(step)
     del half._running[1]
     half.plan(step)
