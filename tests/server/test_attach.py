@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 from tests.caches import ALICE, config, content, eventually, generation_of, key, keys
 from tests.server.harness import engine, memfds, serving, worker_hello
 
+from kvstrata.core.errors import ServerUnavailable
 from kvstrata.manager.tasks import TaskState
+from kvstrata.server import attach, sockets
 from kvstrata.server import protocol as p
-from kvstrata.server import sockets
 from kvstrata.server.attach import Attachment, Patience
 from kvstrata.storage import mapping as mapping_module
 from kvstrata.storage.mapping import HostMapping
@@ -273,3 +275,20 @@ def test_server_that_starts_behind_its_workers_is_not_missed_before_the_engine_r
         eventually(lambda: "no cache server" in caplog.text, "nothing is said")
     assert looked[:3] == [True] * 3
     assert not looked[3]
+
+
+def test_a_server_that_stays_away_is_asked_for_less_and_less(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time takes a core from an engine that computes on all of them."""
+    asked: list[float] = []
+
+    def absent(*_: object) -> None:
+        asked.append(time.monotonic())
+        raise ServerUnavailable("nobody answers")
+
+    monkeypatch.setattr(attach, "ManagerClient", absent)
+    worker = Worker(path)
+    time.sleep(2.5)  # how often it is asked in that time is the question
+    worker.close()
+    assert 1 < len(asked) <= 25

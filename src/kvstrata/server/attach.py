@@ -15,7 +15,9 @@ from kvstrata.storage.mapping import HostMapping
 
 _log = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 0.05  # an attempt costs microseconds, and a request may wait for it
+_RETRY_SECONDS = 0.05  # a request may wait for it
+_MOST_RETRY_SECONDS = 1.0  # each attempt takes a core from an engine that computes on all of them
+_RETRY_SHARE = 1 / 8  # of the time that a server has been away
 _WELCOME_SECONDS = 60.0  # the first client of a server waits for its disk tier to open
 _KEEP_SECONDS = 1.0  # of a dead server's memory, for plans that were made before it died
 _EARLY_SECONDS = 0.1  # between two looks at whether the memory may be pinned
@@ -81,6 +83,7 @@ class Attachment:
         told = ""
         failed_since = time.monotonic()
         while not self._stop.is_set():
+            absent_seconds = 0.0
             try:
                 self._attach_and_stay()
             except (KVStrataError, OSError) as e:
@@ -96,7 +99,8 @@ class Attachment:
                 if not patient and (problem := self._problem(e)) != told:
                     told = problem
                     _log.warning("no cache server to attach to at %s: %s", self._path, told)
-            self._stop.wait(_RETRY_SECONDS)
+            pause = max(_RETRY_SECONDS, _RETRY_SHARE * absent_seconds)
+            self._stop.wait(min(pause, _MOST_RETRY_SECONDS))
 
     def _problem(self, error: Exception) -> str:
         if isinstance(error, ServerUnavailable) and error.hint is not None:
