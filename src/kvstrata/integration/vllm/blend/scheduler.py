@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 
 _OWN_SHARE: Final = 4  # where other prompts fill a step, blending runs this part of it besides
 _FEW_TOKENS: Final = 64  # of a step that does little but decode
+_LITTLE: Final = 8  # to load one token of so many that would be computed takes no time to speak of
 
 
 @dataclass(slots=True, eq=False)
@@ -484,6 +485,12 @@ class BlendScheduler(SchedulerHalf):
             )
         )
         reused = int(plan.runs.length.sum())
+        prefill_tokens = plan.end - plan.exact_end
+        is_alone = (
+            loaded_tokens * _LITTLE <= prefill_tokens
+            and not awaits_step
+            and self._tokens_before <= _FEW_TOKENS
+        )
         self._running[found.task_ids[0]] = _Running(
             request.request_id,
             found.task_ids,
@@ -492,8 +499,8 @@ class BlendScheduler(SchedulerHalf):
             held,
             reused,
             candidate.spared_tokens,
-            plan.end - plan.exact_end,
-            not loaded_tokens and not awaits_step and self._tokens_before <= _FEW_TOKENS,
+            prefill_tokens,
+            is_alone,
             time.monotonic(),
         )
         self._results[request.request_id] = "blended"
