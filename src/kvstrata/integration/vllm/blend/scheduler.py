@@ -485,12 +485,6 @@ class BlendScheduler(SchedulerHalf):
             )
         )
         reused = int(plan.runs.length.sum())
-        prefill_tokens = plan.end - plan.exact_end
-        is_alone = (
-            loaded_tokens * _LITTLE <= prefill_tokens
-            and not awaits_step
-            and self._tokens_before <= _FEW_TOKENS
-        )
         self._running[found.task_ids[0]] = _Running(
             request.request_id,
             found.task_ids,
@@ -499,8 +493,8 @@ class BlendScheduler(SchedulerHalf):
             held,
             reused,
             candidate.spared_tokens,
-            prefill_tokens,
-            is_alone,
+            plan.end - plan.exact_end,
+            not awaits_step and self._is_alone(plan, loaded_tokens),
             time.monotonic(),
         )
         self._results[request.request_id] = "blended"
@@ -515,6 +509,11 @@ class BlendScheduler(SchedulerHalf):
             len(plan.runs.start),
             plan.end,
         )
+
+    def _is_alone(self, plan: BlendPlan, loaded_tokens: int) -> bool:
+        """Whether what begins now waits for nothing else before it is blended."""
+        is_little = loaded_tokens * _LITTLE <= plan.end - plan.exact_end
+        return is_little and self._tokens_before <= _FEW_TOKENS
 
     def _drop(self, request: Request) -> None:
         """*request* is not blended as was planned, if anything was."""
