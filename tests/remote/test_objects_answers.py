@@ -338,6 +338,39 @@ def test_every_fault_has_a_remedy(fault: Exception) -> None:
     assert as_unavailable("object store s3://bucket", "read", fault).hint
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "cause", "remedy"),
+    [
+        ("400 Bad Request", "ExpiredToken", "credentials", "renew the credentials"),
+        ("400 Bad Request", "InvalidToken", "credentials", "renew the credentials"),
+        ("400 Bad Request", "TokenRefreshRequired", "credentials", "renew the credentials"),
+        ("403 Forbidden", "RequestTimeTooSkewed", "credentials", "clock"),
+        ("403 Forbidden", "AccessDenied", "credentials", "allow reading"),
+        ("400 Bad Request", "InvalidRequest", "refused", "configuration of the server"),
+    ],
+)
+def test_a_refusal_is_told_with_its_remedy(
+    server: OddServer, store: ObjectStore, status: str, code: str, cause: str, remedy: str
+) -> None:
+    server.answer = lambda _: answer(status, f"<Error><Code>{code}</Code></Error>".encode())
+    with pytest.raises(TierUnavailable, match=code) as raised:
+        read(store)
+    assert raised.value.cause == cause
+    assert remedy in (raised.value.hint or "")
+
+
+def test_a_refusal_that_has_no_body_names_what_it_may_be(
+    server: OddServer, store: ObjectStore
+) -> None:
+    """A HEAD with a token that has expired is answered by a bare 400."""
+    server.answer = lambda _: answer("400 Bad Request", b"<Code>ExpiredToken</Code>")
+    with pytest.raises(TierUnavailable, match="400") as raised:
+        store.exists([key(1)])
+    assert raised.value.cause == "refused"
+    assert "expired" in (raised.value.hint or "")
+    assert "region" in (raised.value.hint or "")
+
+
 @pytest.mark.parametrize("call", [read, write, lambda store: store.remove([key(1)])])
 def test_no_error_shows_a_key_a_token_or_a_signature(
     server: OddServer,

@@ -41,6 +41,7 @@ _FULL_CODES: Final = frozenset(
         "XMinioStorageQuotaExceeded",
     }
 )
+_EXPIRED_CODES: Final = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
 _NO_BUCKET_CODES: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
 _ASKS_FOR_CREDENTIALS: Final = re.compile(
     r"//169\.254\.|/latest/api/token|/latest/meta-data|/computeMetadata/|/oauth2/|//sts\."
@@ -59,7 +60,12 @@ _CREDENTIALS_HINT: Final = (
     "check the credentials, and that they allow reading, writing, deleting and listing: without "
     "the right to list, S3 answers for a missing object as for a forbidden one"
 )
+_EXPIRED_HINT: Final = "renew the credentials: their session token has expired or is not valid"
+_CLOCK_HINT: Final = "set the clock of this host: its time is too far from the server's"
 _BUCKET_HINT: Final = "make the bucket, or correct its name and region"
+_BARE_HINT: Final = (
+    "check that the credentials have not expired, and that the region is that of the bucket"
+)
 
 
 class _Reason(NamedTuple):
@@ -141,6 +147,12 @@ def _of_library(fault: Exception) -> _Reason:
 
 def _refusal(answer: Refused) -> _Reason:
     words = f"refused with {answer.status} {answer.code}".rstrip()
+    if answer.code in _EXPIRED_CODES:
+        return _Reason("credentials", words, _EXPIRED_HINT)
+    if answer.code == "RequestTimeTooSkewed":
+        return _Reason("credentials", words, _CLOCK_HINT)
+    if (answer.status, answer.code) == (400, ""):  # of a HEAD, which has no room for a code
+        return _Reason("refused", words, _BARE_HINT)
     if answer.status in {401, 403}:
         return _Reason("credentials", words, _CREDENTIALS_HINT)
     if answer.status == 404:
