@@ -1,15 +1,22 @@
 """A resolver of host names that does not answer."""
 
 import json
+import socket
 import sys
+import threading
 from pathlib import Path
+from typing import Final
 
 import pytest
+from tests.caches import PATIENCE_SECONDS
 from tests.remote.networks import Network
 
 from kvstrata.core.errors import TierUnavailable
+from kvstrata.storage.remote.resolver import Resolver
 from kvstrata.storage.remote.valkey.store import ValkeyStore
 from kvstrata.testing.samples import key
+
+BEYOND_MEMORY_BYTES: Final = 1 << 47  # the stack of a thread that cannot be had
 
 
 @pytest.mark.parametrize("engine", ["valkey", "objects"])
@@ -43,3 +50,15 @@ def test_a_name_that_nobody_has(host: str) -> None:
             store.exists([key(1)])
         assert caught.value.cause == "name"
     store.close()
+
+
+def test_a_name_that_no_thread_was_to_be_had_for_is_asked_for_by_the_next_call() -> None:
+    resolver = Resolver()
+    usual = threading.stack_size(BEYOND_MEMORY_BYTES)
+    try:
+        with pytest.raises(socket.gaierror) as caught:
+            resolver.places("localhost", 80, PATIENCE_SECONDS)
+    finally:
+        threading.stack_size(usual)
+    assert caught.value.errno == socket.EAI_AGAIN
+    assert resolver.places("localhost", 80, PATIENCE_SECONDS)

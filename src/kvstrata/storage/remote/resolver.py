@@ -59,12 +59,18 @@ class Resolver:
             if question is not None:
                 return question, False
             question = self._asked[address] = Future()
-        threading.Thread(
+        thread = threading.Thread(
             target=self._resolve,
             args=[address, question],
             name=f"kvstrata-resolve-{address[0]}",
             daemon=True,
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as e:  # the system has no thread to give for the moment
+            with self._lock:
+                del self._asked[address]
+            question.set_exception(socket.gaierror(socket.EAI_AGAIN, str(e)))
         return question, True
 
     def _resolve(self, address: Address, question: "Future[Sequence[Place]]") -> None:
