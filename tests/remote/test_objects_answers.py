@@ -12,6 +12,7 @@ from contextlib import closing
 
 import pytest
 from obstore.exceptions import GenericError, UnauthenticatedError
+from tests.caches import eventually
 from tests.remote.objects_engine import KEY_ID, SECRET, environment
 from tests.remote.odd_server import OddServer, Request, answer
 from tests.remote.proxy import Fault, Proxy
@@ -406,10 +407,9 @@ def test_the_store_keeps_a_bounded_number_of_connections(
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 4
 
 
-def test_a_second_burst_of_searches_finds_the_connections_of_the_first(
-    server: OddServer, store: ObjectStore
-) -> None:
-    searches, parallel = 8, 4
+def meet(server: OddServer, store: ObjectStore, searches: int) -> None:
+    """Have so many *searches* at once, each of as many keys as it may have connections."""
+    parallel = 4
     together = threading.Barrier(searches * parallel)
 
     def missing(_: Request) -> bytes:
@@ -419,7 +419,31 @@ def test_a_second_burst_of_searches_finds_the_connections_of_the_first(
     server.answer = missing
     asked = [key(number) for number in range(parallel)]
     with ThreadPoolExecutor(searches) as pool:
-        for _ in range(2):
-            found = pool.map(lambda _: store.exists(asked), range(searches))
-            assert list(found) == [[False] * parallel] * searches
-            assert server.connections == searches * parallel
+        found = pool.map(lambda _: store.exists(asked), range(searches))
+        assert list(found) == [[False] * parallel] * searches
+
+
+def test_a_second_burst_of_searches_finds_the_connections_of_the_first(
+    server: OddServer, store: ObjectStore
+) -> None:
+    for _ in range(2):
+        meet(server, store, searches=8)
+        assert server.connections == 8 * 4
+
+
+def test_connections_of_a_burst_that_nobody_needs_are_closed_in_time(
+    server: OddServer, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though one of them is used all the while."""
+    server.answer = lambda _: answer("404 Not Found")
+    store.exists([key(1)])
+    before = len(os.listdir("/proc/self/fd"))  # with one connection
+    monkeypatch.setattr("kvstrata.storage.remote.objects.http._IDLE_SECONDS", 0.05)
+    meet(server, store, searches=8)
+    server.answer = lambda _: answer("404 Not Found")
+
+    def is_alone() -> bool:
+        assert store.exists([key(1)]) == [False]
+        return len(os.listdir("/proc/self/fd")) <= before
+
+    eventually(is_alone, "connections are left")

@@ -44,7 +44,7 @@ class HttpClient:
         self._tls = tls
         self._resolver = Resolver()
         self._lock = threading.Lock()  # guards everything below
-        self._idle: list[Connection] = []
+        self._idle: deque[Connection] = deque()  # who was put back last is at the right
         self._failed_connects = 0
         self._is_closed = False
 
@@ -80,7 +80,7 @@ class HttpClient:
 
     def _close_idle(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle = self._idle, deque()
         for connection in idle:
             connection.close()
 
@@ -116,23 +116,33 @@ class HttpClient:
             self._failed_connects += has_failed
 
     def _take_idle(self, count: int) -> list[Connection]:
-        oldest = time.monotonic() - _IDLE_SECONDS
+        """Up to *count* that are still open; those that were idle for too long are closed."""
         taken: list[Connection] = []
+        for connection in self._outdated():
+            connection.close()
         while len(taken) < count:
             with self._lock:
                 if not self._idle:
                     break
                 connection = self._idle.pop()
-            if connection.idle_since_seconds >= oldest and connection.is_quiet():
+            if connection.is_quiet():
                 taken.append(connection)
             else:
                 connection.close()
         return taken
 
+    def _outdated(self) -> list[Connection]:
+        oldest = time.monotonic() - _IDLE_SECONDS
+        found: list[Connection] = []
+        with self._lock:
+            while self._idle and self._idle[0].idle_since_seconds < oldest:
+                found.append(self._idle.popleft())
+        return found
+
     def _put_back(self, connection: Connection) -> None:
-        connection.idle_since_seconds = time.monotonic()
         with self._lock:
             if not self._is_closed and len(self._idle) < MOST_CALLS * self._parallel:
+                connection.idle_since_seconds = time.monotonic()
                 self._idle.append(connection)
                 return
         connection.close()
