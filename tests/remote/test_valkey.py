@@ -1,11 +1,12 @@
 """The store on Valkey or Redis, against real servers: its contract, and what only it can suffer."""
 
 import random
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -472,6 +473,58 @@ def test_a_name_that_nobody_knows() -> None:
     assert caught.value.cause == "name"
     assert "no-such-host.invalid:6379" in str(caught.value)
     store.close()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Server]:
+    """A server with a unix socket in its folder."""
+    server = Server(tmp_path, "--unixsocket", str(tmp_path / "socket"))
+    yield server
+    server.kill()
+
+
+def open_local(local: Server, prefix: str) -> ValkeyStore:
+    access = ValkeyAccess(prefix=prefix)
+    return ValkeyStore(
+        f"unix://{local.folder}/socket", block_bytes=BLOCK_BYTES, timeout_seconds=1, access=access
+    )
+
+
+def test_a_server_at_a_unix_socket_that_is_stopped(local: Server, prefix: str) -> None:
+    """It ends a call on a connection that there is, and one that connects."""
+    with closing(open_local(local, prefix)) as store:
+        put(store, 1)
+        begun = time.monotonic()
+        local.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                with pytest.raises(TierUnavailable) as caught:
+                    fetch(store, key(1))
+                assert caught.value.cause == "timeout"
+        finally:
+            local.process.send_signal(signal.SIGCONT)
+        assert time.monotonic() - begun < 20  # only a call without an end takes so long
+        assert fetch(store, key(1)) == random_value(1, BLOCK_BYTES)
+
+
+def test_a_server_at_a_unix_socket_that_is_killed(local: Server, prefix: str) -> None:
+    """Its socket stays behind, and nobody listens there."""
+    with closing(open_local(local, prefix)) as store:
+        put(store, 1)
+        local.kill()
+        for _ in range(2):
+            with pytest.raises(TierUnavailable) as caught:
+                fetch(store, key(1))
+            assert caught.value.cause == "unreachable"
+        local.restart()
+
+        def is_back() -> bool:
+            with suppress(TierUnavailable):  # it listens at its port first
+                return put(store, 1) == [Write.STORED]
+            return False
+
+        eventually(is_back, "the store does not find the server again")
+        assert fetch(store, key(1)) == random_value(1, BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("line", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 5000, b"*1\r\n"])

@@ -4,7 +4,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -22,7 +22,9 @@ from tests.remote.valkey_servers import (
 from valkey.crc import key_slot
 
 from kvstrata.core.errors import TierUnavailable
+from kvstrata.core.remote_tiers import ValkeyTier
 from kvstrata.core.types import Read, StoreKey, Write
+from kvstrata.storage.remote.open import open_remote
 from kvstrata.storage.remote.valkey.store import ValkeyAccess, ValkeyStore
 from kvstrata.storage.store import Store
 from kvstrata.testing import StoreConformance, Traits
@@ -335,6 +337,36 @@ def test_a_master_that_no_sentinel_knows(watched: Watched) -> None:
         fetch(store, key(1))
     assert caught.value.cause == "refused"
     store.close()
+
+
+def open_guarded(watched: Watched, folder: Path, username: str | None, password: str) -> Store:
+    """Logs in to the sentinel, and to no server."""
+    file = folder / "password"
+    file.write_text(f"{password}\n")
+    tier = ValkeyTier(
+        url=f"valkey://127.0.0.1:{watched.sentinel.port}",
+        sentinel="main",
+        sentinel_username=username,
+        sentinel_password_file=file if password else None,
+    )
+    return open_remote(tier, block_bytes=BLOCK_BYTES, memory=None)
+
+
+def test_a_sentinel_that_asks_for_a_login(watched: Watched, tmp_path: Path) -> None:
+    """Its servers do not."""
+    watched.sentinel.ask("ACL SETUSER", "kv", "on", ">s3same", "+sentinel")
+    watched.sentinel.ask("ACL SETUSER", "default", "resetpass", ">of-all")
+    for username, password in (("kv", "s3same"), (None, "of-all")):
+        with closing(open_guarded(watched, tmp_path, username, password)) as store:
+            store.write([key(1)], [None], [memoryview(value(1))])
+            assert fetch(store, key(1)) == value(1)
+    for username, password in (("kv", "wr0ng"), ("nobody", "s3same"), (None, "")):
+        with closing(open_guarded(watched, tmp_path, username, password)) as store:
+            with pytest.raises(TierUnavailable, match="let us in") as caught:
+                fetch(store, key(1))
+            assert caught.value.cause == "credentials"
+            assert "check user, password" in (caught.value.hint or "")
+            assert "wr0ng" not in str(caught.value)
 
 
 def test_a_server_that_writes_nothing_is_asked_for_no_more(watched: Watched) -> None:
