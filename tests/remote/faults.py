@@ -268,14 +268,20 @@ class ProtocolFaults:
     def test_connections_that_are_reset(self, proxy: Proxy, node: Node) -> None:
         self.breaks(proxy, node, Fault.RESET)
 
-    def test_wrong_credentials(self, running: RemoteEngine) -> None:
-        if not running.has_credentials:
-            return
-        node = Node(self.open(running, wrong_credentials=True))
+    @pytest.mark.parametrize("fault", [Fault.SLOW, Fault.SILENCE])
+    def test_a_link_of_a_megabit_and_one_that_carries_nothing(
+        self, proxy: Proxy, node: Node, fault: Fault
+    ) -> None:
+        """The second from the middle of a value on."""
+        with proxy.failing(fault, after_bytes=IN_A_VALUE):
+            self.opens(node)
+        assert "timeout" in node.faults()
+        self.heals(node)
+
+    def test_a_name_that_nobody_knows(self, running: RemoteEngine) -> None:
+        node = Node(self.open(running, host="no-such-host.invalid"))
         self.opens(node)
-        node.save(PROMPT)
-        assert node.load() == len(PROMPT)  # from host memory
-        assert "credentials" in node.faults()
+        assert "name" in node.faults()
         node.close()
 
     def test_a_try_has_what_its_call_has_left(self, running: RemoteEngine, proxy: Proxy) -> None:
@@ -297,6 +303,18 @@ class ProtocolFaults:
         self, running: RemoteEngine, node: Node, what: str
     ) -> None:
         self.meets(running, node, what)
+
+
+class CredentialFaults(ProtocolFaults):
+    """Also those of engines that look at credentials."""
+
+    def test_wrong_credentials(self, running: RemoteEngine) -> None:
+        node = Node(self.open(running, wrong_credentials=True))
+        self.opens(node)
+        node.save(PROMPT)
+        assert node.load() == len(PROMPT)  # from host memory
+        assert "credentials" in node.faults()
+        node.close()
 
 
 class RemoteFaults(ProtocolFaults):
@@ -324,16 +342,6 @@ class RemoteFaults(ProtocolFaults):
     ) -> None:
         self.breaks(proxy, node, fault)
 
-    @pytest.mark.parametrize("fault", [Fault.SLOW, Fault.SILENCE])
-    def test_a_link_of_a_megabit_and_one_that_carries_nothing(
-        self, proxy: Proxy, node: Node, fault: Fault
-    ) -> None:
-        """The second from the middle of a value on."""
-        with proxy.failing(fault, after_bytes=IN_A_VALUE):
-            self.opens(node)
-        assert "timeout" in node.faults()
-        self.heals(node)
-
     def test_saves_go_on_while_nobody_takes_them(
         self, running: RemoteEngine, proxy: Proxy, node: Node
     ) -> None:
@@ -350,12 +358,6 @@ class RemoteFaults(ProtocolFaults):
         reader = Node(self.open(running))
         assert reader.load(last) == len(last)
         reader.close()
-
-    def test_a_name_that_nobody_knows(self, running: RemoteEngine) -> None:
-        node = Node(self.open(running, host="no-such-host.invalid"))
-        self.opens(node)
-        assert "name" in node.faults()
-        node.close()
 
     @pytest.mark.parametrize("what", ["header", "nothing", "longer", "flipped", "another"])
     def test_a_value_that_is_not_what_was_written(

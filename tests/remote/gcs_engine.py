@@ -26,7 +26,6 @@ class GcsEngine(ObjectEngine):
     """
 
     scheme: ClassVar[str] = "gs"
-    has_credentials: ClassVar[bool] = False
 
     def start(self, folder: Path) -> None:
         self._emulator_port = free_port()

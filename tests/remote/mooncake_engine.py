@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from tests.ports import free_port
 from tests.remote.mooncake_metadata import Metadata
@@ -65,8 +65,6 @@ class _AlsoFaulty(Proxy):
 
 class MooncakeEngine(BoundedEngine):
     """Its servers listen on every address, hence the network: ``start`` enters, ``stop`` leaves."""
-
-    has_credentials: ClassVar[bool] = False
 
     def __init__(self, *, handshake: bool = False, segment_bytes: int = 64 << 20) -> None:
         """*handshake*: nodes ask each other, as by default, and not a metadata server. A proxy

@@ -214,8 +214,6 @@ class RcloneEngine(_S3Engine):
 class MotoEngine(_S3Engine):
     """Knows conditional writes; closes each connection and takes any credentials."""
 
-    has_credentials: ClassVar[bool] = False
-
     def command(self) -> list[str]:
         return [str(_PROGRAMS / "moto_server"), "-H", "127.0.0.1", "-p", str(self.port)]
 

@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from tests.remote.proxy import Proxy
 
@@ -23,8 +22,6 @@ class RemoteEngine(ABC):
 
     ``faults.RemoteFaults`` runs the same faults against each.
     """
-
-    has_credentials: ClassVar[bool] = True
 
     @abstractmethod
     def start(self, folder: Path) -> None:

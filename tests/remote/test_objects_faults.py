@@ -6,6 +6,7 @@ from typing import ClassVar
 from tests.remote.faults import (
     BLOCK_BYTES,
     PROMPT,
+    CredentialFaults,
     Node,
     ProtocolFaults,
     RemoteFaults,
@@ -26,7 +27,7 @@ from tests.remote.subject import RemoteEngine
 from kvstrata.storage.remote.objects.store import ObjectAccess, ObjectStore
 
 
-class TestObjectFaults(RemoteFaults):
+class TestObjectFaults(RemoteFaults, CredentialFaults):
     engine: ClassVar[type[RemoteEngine]] = RcloneEngine
 
     def test_a_server_whose_disk_is_full_refuses(self, running: RcloneEngine) -> None:
@@ -49,7 +50,7 @@ class TestMotoFaults(ProtocolFaults):
     engine: ClassVar[type[RemoteEngine]] = MotoEngine
 
 
-class TestAzureFaults(ProtocolFaults):
+class TestAzureFaults(CredentialFaults):
     """Where values come and go through obstore."""
 
     engine: ClassVar[type[RemoteEngine]] = AzuriteEngine
