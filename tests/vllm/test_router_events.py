@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import msgspec
 import pytest
-from tests.caches import ALICE, BLOCK_BYTES, BOB, config, eventually, key, keys, save
+from tests.caches import ALICE, BLOCK_BYTES, BOB, config, eventually, key, keys, load, save
+from tests.remote.valkey_servers import Server, name_of
 from tests.server.harness import serving
 from vllm.distributed import kv_events as theirs
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -78,6 +79,16 @@ class Half:
 
         eventually(are_there, f"not {count} events")
         found, self.taken = self.taken[:count], self.taken[count:]
+        return found
+
+    def shared(self, kind: Any, count: int) -> list[Any]:
+        """The events of this *kind* about the tier of all nodes, up to *count* blocks; others go."""
+        found: list[Any] = []
+        while sum(len(event.block_hashes) for event in found) < count:
+            (event,) = self.wait(1)
+            if isinstance(event, kind) and event.medium == theirs.MEDIUM_STORAGE:
+                assert (event.locality, event.ownership) == ("REMOTE", "remote")
+                found.append(event)
         return found
 
 
@@ -193,6 +204,30 @@ def test_without_a_server_all_that_was_told_is_void(
             stored = told.wait(1).pop()
         assert (stored.medium, stored.locality, stored.ownership) == ("STORAGE", "LOCAL", "disk")
         assert set(stored.block_hashes) == {number(block) for block in PROMPT}
+
+
+def test_what_goes_to_the_tier_of_all_nodes_and_is_known_to_have_left_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.integration.vllm.link._WORKERS_SECONDS", 0.0)
+    redis = Server(tmp_path)
+    url = f"valkey://127.0.0.1:{redis.port}?prefix=told&missing_seconds=0"
+    try:
+        with half(tmp_path, tiers=f"host:32KiB | {url}", recompute="never") as told:
+            told.events.follow(ALICE)
+            told.is_followed()
+            told.events.describe(request(), 0, 3)
+            save(told.manager, ALICE, PROMPT)
+            stored = told.shared(BlockStored, 3)
+            assert [token for event in stored for token in event.token_ids] == list(range(12))
+            save(told.manager, ALICE, keys(*range(5, 13)))  # all that host memory holds
+            told.shared(BlockStored, 8)
+            redis.ask("SETRANGE", name_of(ALICE + PROMPT[1], "told"), 500, b"another byte")
+            assert len(load(told.manager, ALICE, PROMPT)) == 1
+            (removed,) = told.shared(BlockRemoved, 1)
+            assert removed.block_hashes == [number(PROMPT[1])]
+    finally:
+        redis.kill()
 
 
 def test_news_of_a_save_keep_the_engine_stepping_for_a_moment(
