@@ -402,3 +402,50 @@ def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(
         return "scored"
 
     assert two_ranks.run(run) == ["scored", "failed"]
+
+
+@dataclass
+class Heads:
+    """The model of a rank that has some heads; one forward makes *after* of their keys."""
+
+    after: torch.Tensor  # (token,)
+    ranks: Any
+    breaks: bool = False  # when the keys before it are read
+    keys: torch.Tensor = field(init=False)
+    forwards: list[list[int]] = field(default_factory=list)  # positions of one prompt
+
+    def __post_init__(self) -> None:
+        self.keys = torch.zeros(len(self.after), 1, 1)
+
+    def run(self, parts: Any) -> None:
+        torch.distributed.all_reduce(torch.zeros(7), group=self.ranks.cpu_group)
+        (part,) = parts
+        self.forwards.append(part.positions.tolist())
+        self.keys = self.after[:, None, None].clone()
+
+    def read_blocks(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        if self.breaks and not self.forwards:
+            raise MemoryError("of one rank alone")
+        return [self.keys, torch.zeros_like(self.keys)]
+
+    def runner(self) -> StepRunner:
+        model: Any = self
+        taps: Any = SimpleNamespace(until=lambda last, wanted: nullcontext({}))
+        return StepRunner(model, [model], [], taps, (), self.ranks)
+
+
+def test_a_rank_that_cannot_read_what_was_there_does_not_leave_the_other_in_the_forward(
+    two_ranks: TwoRanks,
+) -> None:
+    prompt = Prompt(torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+
+    def run(rank: int, ranks: Any) -> str:
+        heads = Heads(torch.full((8,), 3.0), ranks, breaks=rank == 1)
+        try:
+            (scores,) = heads.runner().run([prompt], [ScoreDeviation(np.arange(8), 0)])
+        except MemoryError:
+            return "failed"
+        assert scores.tolist() == [9.0] * 8
+        return "scored"
+
+    assert two_ranks.run(run) == ["scored", "failed"]

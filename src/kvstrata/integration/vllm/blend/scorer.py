@@ -136,10 +136,17 @@ class StepRunner:
     def _deviations(
         self, prompts: Sequence[Prompt], positions: Sequence[torch.Tensor], layer: int
     ) -> list[Scores]:
-        before = [self._read(p, each, layer) for p, each in zip(prompts, positions, strict=True)]
+        before: list[list[torch.Tensor]] = []
+        problem = None
+        try:
+            before += [self._read(p, at, layer) for p, at in zip(prompts, positions, strict=True)]
+        except Exception as e:  # noqa: BLE001 - raised below: the others are in the forward by now
+            problem = e
         self._forward(prompts, positions, layer)
         scores = [torch.zeros(len(prompt.tokens)) for prompt in prompts]
         with self._over_ranks(scores, torch.distributed.ReduceOp.SUM):
+            if problem is not None:
+                raise problem
             for i, prompt in enumerate(prompts):
                 after = self._read(prompt, positions[i], layer)
                 for was, now in zip(before[i], after, strict=True):
