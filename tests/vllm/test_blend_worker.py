@@ -16,7 +16,7 @@ from tests.caches import PATIENCE_SECONDS
 from torch.distributed import ReduceOp
 
 from kvstrata.blend.plan import BlendPlan, Positions, ReusedRuns
-from kvstrata.blend.rules import TwoRoundQueryRule
+from kvstrata.blend.rules import HkvdRule, TwoRoundQueryRule
 from kvstrata.blend.selection import Recompute, Rule, ScoreAttention, ScoreDeviation
 from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.blend.connector import BlendConnector
@@ -449,3 +449,24 @@ def test_a_rank_that_cannot_read_what_was_there_does_not_leave_the_other_in_the_
         return "scored"
 
     assert two_ranks.run(run) == ["scored", "failed"]
+
+
+def test_both_ranks_choose_what_deviates_most_over_the_heads_of_both(two_ranks: TwoRanks) -> None:
+    """Of tokens 32 to 71, beyond the first four: 10 %, which are 4."""
+    of_rank = torch.zeros(2, 200)
+    of_rank[0, 40:44] = 4.0  # most by itself: 16
+    of_rank[1, 50:54] = 4.0
+    of_rank[:, 60:64] = 3.0  # 9 and 9
+
+    def run(rank: int, ranks: Any) -> list[list[int]]:
+        heads = Heads(of_rank[rank], ranks)
+        runner: Any = heads.runner()
+        worker = worker_of(runner, ranks, rule=lambda ratio: HkvdRule(0.1, layer=0, layers=4))
+        worker.begin(request("one", 1), SERVER)
+        (ended,) = worker.advance(SLOTS, 1000, 1000)
+        assert ended.whole
+        return heads.forwards
+
+    one, other = two_ranks.run(run)
+    assert one == other
+    assert one == [[*range(32, 192)], [*range(32, 36), *range(60, 64), *range(72, 192)]]
