@@ -302,6 +302,36 @@ def test_what_was_still_being_saved_when_it_was_asked_for_is_not_taken_for_lost(
     assert half._saves.under_way() == set()
 
 
+def test_what_is_offered_stays_the_same_until_vllm_does_not_take_it_and_is_undone_then(
+    bench: Bench,
+) -> None:
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT)
+    half: Any = engine.half
+    text = prompt(1, 10 * TOKENS)
+    engine.serve("said", text, 2)
+    bench.hears()
+    asked, plain = asking(text), asking(text, name="plain")
+    half.on_new_request(asked)
+    offers: list[tuple[tuple[int | None, bool], list[bytes]]] = []
+
+    def is_offered() -> bool:
+        offers.append((half.match(asked, 0), list(asked.block_hashes)))
+        return offers[-1][0][0] is not None
+
+    eventually(is_offered, "no answer")
+    is_offered()
+    assert offers[-1] == offers[-2]
+    offered, names = offers[-1]
+    assert offered == (10 * TOKENS, True)
+    assert not {*names} & {*plain.block_hashes}
+
+    half.allocated(asked, lambda: ([],), 0)
+    assert asked.block_hashes == plain.block_hashes
+    eventually(bench.nothing_is_leased, "what is not taken stays leased")
+    half.finished(asked, ([],))
+    half.take_stats()  # in which its end is counted
+
+
 def test_lookups_of_runs_count_among_those_that_keep_half_of_the_host_tier(
     folder: Path,
 ) -> None:
