@@ -13,7 +13,9 @@ from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import Request
 
 from kvstrata.integration.vllm.blend.connector import BlendConnector
 
@@ -90,6 +92,28 @@ def test_a_reason_is_counted(
     results = counting(engine)
     ask(engine, tokens, transfer, **kind)
     assert results == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        ({}, len(TEXT)),
+        ({"lora_request": LoRARequest("a", 1, "/nowhere")}, 0),
+        ({"mm_features": [IMAGE]}, 0),
+    ],
+    ids=["plain", "adapter", "images"],
+)
+def test_what_depends_on_more_than_tokens_is_learned_by_nobody(
+    bench: Bench, kind: dict[str, Any], tokens: int
+) -> None:
+    engine = bench.engine(**SETTINGS)
+    allow_images(engine)
+    engine.add("known", TEXT, 2, **kind)
+    engine.run()
+    assert bench.saved_keys()
+    half: Any = engine.half
+    asked = Request("asked", MOVED, SamplingParams(max_tokens=1), None)
+    assert half._learning.runs(asked, half._namespace, 0).tokens == tokens
 
 
 def is_alone(engine: Engine) -> bool:
