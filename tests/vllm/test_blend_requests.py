@@ -9,6 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
@@ -149,6 +150,20 @@ def test_taint_renames_the_blocks_from_one_on_also_those_that_come_later() -> No
     assert {len(name) for name in names[0]} == {32}
     assert chain.first_token("mine") == 5 * HASH_TOKENS
     assert chain.first_token("nobody") is None
+
+
+def test_vllms_own_events_of_a_tainted_block_have_its_tokens_and_a_hash_of_no_prompt() -> None:
+    chain, mine, exact = TaintChain(MATH), request("mine"), request("exact")
+    chain.taint(mine, 5 * HASH_TOKENS)
+    stored = []
+    for each in (exact, mine):
+        pool = BlockPool(10, True, HASH_TOKENS, enable_kv_cache_events=True)
+        pool.cache_full_blocks(each, pool.get_new_blocks(9), 0, 9, HASH_TOKENS, 0)
+        stored += pool.take_events()
+    one, other = stored
+    assert one.token_ids == other.token_ids
+    assert one.block_hashes[:5] == other.block_hashes[:5]
+    assert not {*one.block_hashes[5:]} & {*other.block_hashes[5:]}
 
 
 def test_taint_that_is_lifted_leaves_the_names_of_the_tokens() -> None:

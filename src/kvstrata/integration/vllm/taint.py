@@ -2,8 +2,8 @@
 
 KV that is blended, here or by the engine that sends it, is another value than what its tokens name.
 vLLM chains the hash of a block to the one before, so a random one in their place makes all after it
-random too: no prefix cache, no store and no KV event ever takes such a block for exact, and those
-before it stay shared.
+random too: no prefix cache and no store ever takes such a block for exact, no KV event has the hash
+of its tokens, and those before it stay shared.
 """
 
 import secrets
