@@ -263,6 +263,7 @@ def gate_knows_the_model(ground: Ground) -> dict[str, Any]:
         "slower": [
             _with(c, table=c.table[torch.arange(c.positions) // 2]) for c in ground.correctors
         ],
+        "not scaled": [_not_scaled(c) for c in ground.correctors],
         "one layer": [*ground.correctors[:-1], _with(ground.correctors[-1], is_neox=False)],
     }
     verdicts = {name: _verdict(ground, found, ground.taps) for name, found in ropes.items()}
@@ -285,6 +286,14 @@ def _with(
 ) -> PositionCorrector:
     table = corrector.table if table is None else table
     return PositionCorrector(table, rotary_dim=table.shape[1], is_neox=is_neox)
+
+
+def _not_scaled(corrector: PositionCorrector) -> PositionCorrector:
+    """That of a model whose base is 10,000 and whose positions are not scaled."""
+    pairs = corrector.table.shape[1] // 2
+    frequencies = 10_000.0 ** (-torch.arange(pairs) / pairs)
+    angles = torch.arange(corrector.positions)[:, None] * frequencies
+    return _with(corrector, table=torch.cat([angles.cos(), angles.sin()], 1).to(corrector.table))
 
 
 class Mistaken(GatheredAttention):

@@ -21,6 +21,16 @@ EAGER = {"enforce_eager": True}
 FP8 = {"kv_cache_dtype": "fp8"}
 ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
 COMPILED = {"enforce_eager": False}  # for tokens of any number, as vLLM does by default
+ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+}
 
 
 @pytest.fixture(
@@ -31,6 +41,7 @@ COMPILED = {"enforce_eager": False}  # for tokens of any number, as vLLM does by
         pytest.param(("sliding", EAGER), id="sliding"),
         pytest.param(("mixed", ONE_GROUP), id="mixed"),
         pytest.param(("float32", FP8), id="fp8"),
+        *(pytest.param((rope, EAGER), id=rope) for rope in ROPES),
         *(
             (
                 pytest.param(("float32", COMPILED), id="float32-compiled"),
@@ -63,6 +74,9 @@ def told(
         case "sliding" | "mixed":
             windows = TinyLlama(dtype="float32", window=WINDOW, full_layers=int(kind == "mixed"))
             model = write_tiny_llama(folder / "model", windows)
+        case "llama3" | "yarn":
+            scaled = TinyLlama(dtype="float32", rope=ROPES[kind])
+            model = write_tiny_llama(folder / "model", scaled)
         case _:
             model = tiny_llama if kind == "float32" else tiny_llama_bfloat16
     dtype = "bfloat16" if kind == "bfloat16" else "float32"
@@ -128,10 +142,15 @@ def test_a_window_is_attended_to_and_scored_to_its_first_token_and_no_further(
         assert worker["attention_reaches_its_window"] == dict.fromkeys(layers, right)
 
 
-def test_the_gate_lets_in_the_models_own_rope_and_no_other(told: Told) -> None:
+def test_the_gate_lets_in_the_models_own_rope_and_no_other(
+    told: Told, request: pytest.FixtureRequest
+) -> None:
+    kind, _ = request.node.callspec.params["told"]
     for worker in told:
         verdicts = dict(worker["gate_knows_the_model"])
         assert verdicts.pop("own") == verdicts.pop("own, gathered") == "let in"
+        if kind not in ROPES:
+            assert verdicts.pop("not scaled") == "let in"
         refused = ["are not those of the model" in verdict for verdict in verdicts.values()]
         assert all(refused), verdicts
 

@@ -7,7 +7,7 @@ itself: the continuation depends on every part of the prompt.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ class TinyLlama:
 
     With a *window*, all layers but the last *full_layers* attend over that many tokens only: as in
     Mistral if there are none of them, else as in Gemma.
+
+    *rope*: the ``rope_scaling`` of its configuration, if its positions are scaled.
     """
 
     hidden_size: int = 256
@@ -51,6 +53,7 @@ class TinyLlama:
     max_position: int = 8192
     window: int | None = None
     full_layers: int = 0
+    rope: Mapping[str, Any] | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     seed: int = 0
 
@@ -88,12 +91,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def _config(model: TinyLlama) -> dict[str, Any]:
-    windows = {}
+    others: dict[str, Any] = {}
     if model.window is not None:
         sliding = model.layers - model.full_layers
         types = ["sliding_attention"] * sliding + ["full_attention"] * model.full_layers
-        windows = {"sliding_window": model.window, "layer_types": types}
-    return windows | {
+        others |= {"sliding_window": model.window, "layer_types": types}
+    if model.rope is not None:
+        others["rope_scaling"] = dict(model.rope)
+    return others | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": model.dtype,
