@@ -134,6 +134,12 @@ MUTANTS = (
         "return True",
     ),
     Mutant(
+        "load: copies nothing",
+        "pieces.py",
+        "[self._piece(load, 0, len(load.slots))]",
+        "[Piece([], len(load.slots))]",
+    ),
+    Mutant(
         "failure: of a load is not reported",
         "worker.py",
         "self._not_received.add(task.request_id)\n",

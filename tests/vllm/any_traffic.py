@@ -25,10 +25,10 @@ def serve_any_traffic(
         if rng.random() < 0.2:
             engine.scheduler.finish_requests([f"r{i}"], RequestStatus.FINISHED_ABORTED)
         if rng.random() < 0.3:
-            engine.scheduler.reset_prefix_cache()
+            engine.try_to_forget_device()
         if rng.random() < 0.1 and not asynchronous:
             with contextlib.suppress(RuntimeError):  # blocks are held: requests are preempted only
-                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+                engine.try_to_forget_device(running=True)
     engine.run()
     for request in engine.requests.values():
         if request.status is not RequestStatus.FINISHED_ABORTED:

@@ -297,7 +297,14 @@ class Engine:
         return self.runner.loaded_tokens.get(name, 0)
 
     def forget_device(self) -> None:
-        assert self.scheduler.reset_prefix_cache()
+        assert self.try_to_forget_device()
+
+    def try_to_forget_device(self, *, running: bool = False) -> bool:
+        """Whether vLLM forgets it. With no step under way the pages that are free then hold nothing."""
+        is_done: bool = self.scheduler.reset_prefix_cache(running)
+        if is_done and not self.in_flight:
+            self.runner.soil([block.block_id for block in self.pool.blocks if not block.ref_cnt])
+        return is_done
 
     def is_at_rest(self) -> bool:
         """What the last step has left to be told leaves with the next tick."""

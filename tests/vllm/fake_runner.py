@@ -298,12 +298,12 @@ class FakeRunner:
                 at = page[blocks[block], slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
                 at[:] = row(chain[position], layer)
 
-    def soil(self) -> None:
-        """Leave nothing of what was computed in any page."""
+    def soil(self, blocks: list[int] | slice = slice(None)) -> None:
+        """Leave nothing of what was computed in any page of *blocks*."""
         for rank in self.ranks:
             for pages in rank.pages:
                 for page in pages:
-                    page[:] = 0xEE
+                    page[blocks] = 0xEE
 
     def most_loaded(self, load: Load) -> int:
         """Tokens that *load* brings into the group that takes most."""

@@ -242,7 +242,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(running=st.booleans())
     def forget_device(self, running: bool) -> None:
         with contextlib.suppress(RuntimeError):  # as above
-            self.seen["forgotten devices"] += self.engine.scheduler.reset_prefix_cache(running)
+            is_forgotten = self.engine.try_to_forget_device(running=running)
+            self.seen["forgotten devices"] += is_forgotten
+            self.seen["soiled devices"] += is_forgotten and not self.engine.in_flight
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -462,6 +464,7 @@ FLOORS = {
     "resets of running requests": Floor(1, 100),
     "refused resets": Floor(0, 50),
     "forgotten devices": Floor(1, 300),
+    "soiled devices": Floor(1, 100),
     "failed loads of rank 0": Floor(1, 200),
     "failed loads of rank 1": Floor(0, 50),
     "failed saves of rank 0": Floor(1, 100),
