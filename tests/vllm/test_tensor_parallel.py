@@ -9,8 +9,23 @@ from pathlib import Path
 
 import pytest
 from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
-from tests.vllm.engine import TWO_WORKERS, Act, Ask, bound_to_cores, report_at_rest
-from tests.vllm.oracle import Oracle, random_prompts
+from tests.vllm.engine import (
+    TWO_WORKERS,
+    Act,
+    Ask,
+    Engine,
+    bound_to_cores,
+    report_at_rest,
+    transfer_config,
+    wait_for_worker,
+)
+from tests.vllm.oracle import (
+    Oracle,
+    ReuseModel,
+    loaded_at_once,
+    random_prompt,
+    random_prompts,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone]
 
@@ -75,3 +90,31 @@ def test_exact_and_blended_requests_share_the_engine(subject: Subject) -> None:
 def test_afterwards_nothing_is_held(subject: Subject) -> None:
     subject.engine.reset_prefix_cache()
     report_at_rest(subject.engine.transfer["engine_id"])  # type: ignore[index]
+
+
+def test_the_connector_itself_loads_at_once_on_both_workers(
+    tiny_llama: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """``BlendConnector`` does not: its requests wait for what they load."""
+    rng, reuse = random.Random(20261127), ReuseModel(TOKENS_PER_BLOCK)
+    prompts = random_prompts(rng, 3, most_tokens=600)
+    prompts.append(random_prompt(rng, 8 * TOKENS_PER_BLOCK))  # who waits loads it to its last token
+    name = f"at-once-{random.randrange(1 << 30)}"
+    transfer = transfer_config(name, TOKENS_PER_BLOCK, tiers="host:256MiB")
+    log, environment = tmp_path / "vllm.log", bound_to_cores(2)
+    with Engine(tiny_llama, log, transfer, TWO_WORKERS, environment=environment) as engine:
+        engine.wait_ready()
+        wait_for_worker(name, workers=2)
+        for i, prompt in enumerate([*prompts, *prompts]):
+            engine.reset_prefix_cache()
+            ask = Ask(f"one-{i}", prompt)
+            expected = loaded_at_once(len(prompt), reuse.reusable(prompt))
+            answers = engine.run([ask])
+            oracle.check([ask], answers)
+            assert answers[ask.id].cached_tokens == expected, f"{ask.id}: {len(prompt)} tokens"
+            reuse.answered(prompt, answers[ask.id])
+        engine.reset_prefix_cache()
+        asks = [Ask(f"many-{i}", each, 12, at_step=3 * i) for i, each in enumerate(2 * prompts)]
+        oracle.check(asks, engine.run([*asks, Act("reset", "running", 10)]))
+        report = report_at_rest(name)
+    assert report.counters["kvstrata_failed_loads_total"] == 0
