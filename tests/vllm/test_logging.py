@@ -4,9 +4,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.vllm.bench import Bench, prompt
+from tests.vllm.faults import Copies
 from tests.vllm.plans import full, group, plan, vllm_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.request import RequestStatus
 
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.connector import KVStrataConnector
@@ -42,3 +45,24 @@ def test_a_line_is_written_once_also_where_the_root_logger_has_handlers(
         KVStrataConnector(config, KVConnectorRole.SCHEDULER, plan(config, group(full())))
     logging.getLogger("kvstrata.test").warning("a line")
     assert (of_vllm.seen[-1:], of_the_root.seen) == (["a line"], [])
+
+
+def test_lines_that_name_a_request_are_for_debugging(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of requests that are saved, loaded, not loaded and aborted."""
+    caplog.set_level(logging.DEBUG, "kvstrata")
+    engine = bench.engine()
+    copies = Copies(engine)
+    for number, loaded_tokens in enumerate((0, 56, 56)):
+        copies.failing_loads = int(number == 2)
+        assert engine.serve(f"request-{number}", prompt(1, 60), 2) == loaded_tokens
+        engine.forget_device()
+    engine.add("request-aborted", prompt(2, 60), 20)
+    engine.step()
+    engine.scheduler.finish_requests("request-aborted", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert copies.seen["failed loads of rank 0"] == 1
+    ours = [record for record in caplog.records if record.name.startswith("kvstrata")]
+    assert any(record.levelno >= logging.INFO for record in ours)
+    assert {each.levelname for each in ours if "request-" in each.getMessage()} == {"DEBUG"}
