@@ -1,95 +1,12 @@
 """`kvstrata top`, in a terminal of its own."""
 
-import fcntl
 import json
-import os
-import pty
-import select
-import struct
-import subprocess
-import termios
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pyte
 import pytest
-from tests.cli.processes import LONGEST_SECONDS, command, environment, kvstrata
+from tests.cli.processes import kvstrata
+from tests.cli.terminal import Terminal, terminal
 from tests.cli.traffic import engine, find, prompt, save, serving
-
-
-class Terminal:
-    """A pty with somebody who reads it."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.screen = pyte.Screen(100, 30)
-        self._stream = pyte.ByteStream(self.screen)
-        self.fd, theirs = pty.openpty()
-        self.resize(100, 30)
-        self.settings = termios.tcgetattr(theirs)
-        self._theirs = theirs
-        self.process = subprocess.Popen(
-            command(*arguments),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=environment(TERM="xterm-256color", COLUMNS="90", LINES="24"),  # not so, see resize
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - Ctrl-C
-        )
-        self.seen = b""
-
-    def resize(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.screen.resize(lines, columns)
-
-    def read(self, seconds: float = 0.1) -> bool:
-        """Whether something came within *seconds*."""
-        if not select.select([self.fd], [], [], seconds)[0]:
-            return False
-        data = os.read(self.fd, 65536)
-        self.seen += data
-        self._stream.feed(data)
-        return True
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LONGEST_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, (
-                self.process.poll(),
-                self.seen[-500:],
-                self.screen.display,
-            )
-            self.read()
-
-    def shows(self, text: str) -> bool:
-        return any(text in line for line in self.screen.display)
-
-    def type(self, text: bytes) -> None:
-        os.write(self.fd, text)
-
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def settings_now(self) -> list[object]:
-        return list(termios.tcgetattr(self._theirs))
-
-    def close(self) -> None:
-        if not self.ended():
-            self.process.kill()
-            self.process.wait()
-        os.close(self.fd)
-        os.close(self._theirs)
-
-
-@contextmanager
-def terminal(*arguments: str) -> Iterator[Terminal]:
-    made = Terminal(*arguments)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from tests.cli.processes import command, environment, kvstrata, until
+from tests.cli.terminal import terminal
 from tests.cli.traffic import NAMESPACE, engine, find, prompt, save, serving
+from tests.page.model import MODEL, save_tokens
 
 TIERS = ("--host-size", "4MiB", "--disk")
+IMPORT_SECONDS = 240.0  # of vLLM, on cores that others use
 
 
 def wait_written(path: Path, blocks: int) -> None:
@@ -124,6 +127,33 @@ def test_warm_brings_a_prompt_up_from_disk_by_request_or_keys(tmp_path: Path) ->
     assert by_keys.returncode == 1  # one is nowhere
     (row,) = json.loads(by_keys.stdout)["prompts"]
     assert (row["host_blocks"], row["asked_blocks"]) == (8, 9)
+
+
+def test_warm_brings_up_the_prompts_of_a_file_and_draws_how_far_it_is(tmp_path: Path) -> None:
+    """What came of them goes to standard output, also where the bar alone has the terminal."""
+    prompts = [list(range(200)), list(range(7, 140))]
+    (tmp_path / "prompts").write_text("".join(f"{tokens}\n" for tokens in prompts))
+    with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path) as client:
+        saved = [save_tokens(client, tokens) for tokens in prompts]
+        wait_written(path, 5)
+        kvstrata("clear", "--tier", "host", "--socket", str(path))
+        before = [client.locate(MODEL, keys) for keys in saved]
+        words = ("warm", "prompts", "--namespace", MODEL.hex(), "--socket", str(path))
+        out = tmp_path / "out"
+        with out.open("wb") as stdout, terminal(*words, stdout=stdout, cwd=tmp_path) as screen:
+            screen.until(screen.ended, IMPORT_SECONDS)
+            while screen.read():
+                pass
+        after = [client.locate(MODEL, keys) for keys in saved]
+    assert screen.process.returncode == 0, screen.seen
+    assert (before, after) == ([(0, 3), (0, 2)], [(3, 3), (2, 2)])
+    assert out.read_text().splitlines() == [
+        "prompts:1: 3 of 3 blocks are in host memory",
+        "prompts:2: 2 of 2 blocks are in host memory",
+    ]
+    assert b"prompts:2" in screen.seen
+    assert b"2/2" in screen.seen
+    assert not screen.shows("prompts")  # the bar goes at the end
 
 
 @pytest.mark.parametrize(
