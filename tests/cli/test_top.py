@@ -32,6 +32,28 @@ def test_it_follows_the_traffic_and_leaves_the_terminal_as_it_was(
             assert screen.seen.rstrip().endswith((b"\x1b[?1049l\x1b[?25h", b"\x1b[?25h\x1b[?1049l"))
 
 
+def test_transfers_latencies_and_what_prompts_share_are_shown(tmp_path: Path) -> None:
+    tiers = ("--host-size", "4MiB", "--disk", f"{tmp_path}/d:64MiB")
+    with serving(tmp_path, *tiers) as path, engine(path) as client:
+        save(client, prompt("a", 8))
+        with terminal("top", "--socket", str(path), "--interval", "0.3") as screen:
+            screen.until(lambda: screen.matches("loaded 0 B/s  saved 0 B/s"))
+            save(client, [*prompt("a", 4), *prompt("b", 4)])
+            find(client, prompt("a", 8))
+            find(client, [*prompt("a", 4), *prompt("b", 4)])
+            moved = r"loaded [1-9][\d.]* \wiB/s  saved [1-9][\d.]* \wiB/s"
+            screen.until(lambda: screen.matches(moved))
+            screen.until(lambda: screen.matches(r"disk .* 12 blocks .*write \d+\.\d ms"))
+            shared, *ends = (
+                prompt(*each)[-1].hex()[:12] for each in (("a", 4), ("a", 8), ("b", 4))
+            )
+            screen.until(lambda: screen.matches(f"^{shared} +2 +4 "))
+            for end in ends:
+                assert screen.matches(f"^  └ {end} +1 +4 ")
+            screen.type(b"q")
+            screen.until(screen.ended)
+
+
 def test_it_is_drawn_anew_when_the_terminal_changes_its_size(tmp_path: Path) -> None:
     with serving(tmp_path, "--host-size", "4MiB") as path, engine(path) as client:
         save(client, prompt("a", 8))

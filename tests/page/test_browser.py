@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from tests.cli.processes import kvstrata
-from tests.cli.traffic import NAMESPACE, find, prompt
+from tests.cli.traffic import NAMESPACE, find, prompt, save
 from tests.page.model import MODEL, save_tokens
 from tests.page.pages import HOSTILE, TOKEN, opened, shown
 
@@ -73,6 +73,40 @@ def test_charts_follow_the_traffic(browser: Browser, place: Path) -> None:
         page.locator("#chart-hits svg").focus()
         page.keyboard.press("ArrowLeft")
         expect(page.locator("#chart-hits .cross")).to_be_attached()
+
+
+def test_transfers_and_latencies_follow_the_traffic(browser: Browser, place: Path) -> None:
+    new = prompt("c", 8)
+    with shown(place) as page_of, opened(browser, page_of.url) as page:
+        disk, latencies = page.locator("[data-tier=disk]"), page.locator("#chart-latency .legend")
+        expect(disk).to_contain_text("12 blocks of")
+        expect(page.locator("#chart-moves")).not_to_contain_text("waiting for the first seconds")
+        save(page_of.engine, new)
+        assert find(page_of.engine, new) == 8
+        for what in ("loaded by engines", "saved by engines"):
+            figure = page.locator(".figure", has_text=what).locator("b")
+            expect(figure).to_have_text(re.compile(r"^[1-9][\d.]* .?i?B/s$"))
+        expect(disk).to_contain_text("20 blocks of")
+        expect(disk).to_contain_text(re.compile(r"· write [\d.]+ ms"))
+        expect(latencies).to_contain_text("disk write")
+        kvstrata("clear", "--tier", "host", "--socket", str(page_of.socket))
+        page_of.engine.wait([page_of.engine.prefetch(NAMESPACE, new)], 10)
+        expect(disk).to_contain_text(re.compile(r"· read [\d.]+ ms"))
+        expect(latencies).to_contain_text("disk read")
+        names = page.locator("#chart-moves .legend span").all_inner_texts()
+        for number, name in enumerate(("loaded", "saved", "promoted")):
+            assert names[number].startswith(name)
+            assert len(_heights(page, "moves", number)) > 1, name
+        for number, name in enumerate(latencies.locator("span").all_inner_texts()):
+            assert not name.startswith("disk") or _heights(page, "latency", number), name
+
+
+def _heights(page: Page, chart: str, number: int) -> set[str]:
+    """Of the points of a line."""
+    drawn = page.locator(f"#chart-{chart} path").nth(number).get_attribute("d")
+    assert drawn
+    assert "NaN" not in drawn
+    return set(re.findall(r"[ML]\S+ ([\d.]+)", drawn))
 
 
 def test_it_is_readable_on_a_telephone_and_by_night(browser: Browser, place: Path) -> None:
