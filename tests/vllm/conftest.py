@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.vllm.engine import Engine
+from tests.vllm.engine import LOGITS, Engine
 from tests.vllm.oracle import Oracle
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def oracle(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
     """Started when it is first asked; its caches are off, so every token is computed."""
     log = tmp_path_factory.mktemp("oracle") / "vllm.log"
-    with Engine(tiny_llama, log, settings={"enable_prefix_caching": False}) as engine:
+    with Engine(tiny_llama, log, settings=LOGITS | {"enable_prefix_caching": False}) as engine:
         yield Oracle(engine)
 
 

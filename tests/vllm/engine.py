@@ -577,11 +577,12 @@ class _Child:
 
 def _generated(output: Any) -> dict[str, Any]:
     done = output.outputs[0]
+    rows = (done.logprobs or ()) if output.finished else ()  # every output has those of all tokens
     return {
         "tokens": list(done.token_ids),
         "finish_reason": done.finish_reason,
         "transfer": output.kv_transfer_params,
-        "logits": [[row[i].logprob for i in sorted(row)] for row in done.logprobs or ()],
+        "logits": [[row[i].logprob for i in sorted(row)] for row in rows],
     }
 
 

@@ -2,10 +2,14 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 from tests.vllm.engine import BLOCK_SIZE, Answer, Ask, Engine
 
 VOCABULARY = 1024
+SAME_NATS = 1e-6
 
 
 class Oracle:
@@ -41,6 +45,38 @@ class Oracle:
                 assert tokens == right[: len(tokens)], id
             else:
                 assert (answers[id].tokens, answers[id].finish_reason) == (right, "length"), id
+
+    def check_distributions(self, asks: Iterable[Ask], answers: Mapping[str, Answer]) -> float:
+        """As ``check``, and every token was chosen of the right distribution, up to rounding.
+
+        Of requests that want logits. The largest divergence, in nats.
+        """
+        asks = list(asks)
+        alone = [
+            replace(ask, id=f"oracle-{i}", at_step=0, transfer=None) for i, ask in enumerate(asks)
+        ]
+        known, most = self._engine.run(alone), 0.0
+        for ask, one in zip(asks, alone, strict=True):
+            found, right = answers[ask.id], known[one.id]
+            assert (found.tokens, found.finish_reason) == (right.tokens, "length"), ask.id
+            divergence = _divergence(right.logits, found.logits)
+            assert divergence.shape == (ask.new_tokens,), ask.id
+            most = max(most, float(divergence.max()))
+            assert most <= SAME_NATS, ask.id
+        return most
+
+
+def _divergence(
+    right: Sequence[Sequence[float]], found: Sequence[Sequence[float]]
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Kullback and Leibler's, of each token."""
+    logs = []
+    for logits in (np.array(right), np.array(found)):
+        shifted = logits - logits.max(1, keepdims=True)
+        logs.append(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+    divergence: np.ndarray[Any, np.dtype[np.float64]]
+    divergence = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(1)
+    return divergence
 
 
 class ReuseModel:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.machines import is_nightly
 from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
-from tests.vllm.engine import Act, Ask, EngineFailed, report_at_rest
+from tests.vllm.engine import LOGITS, Act, Ask, EngineFailed, report_at_rest
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.vllm
@@ -24,7 +24,7 @@ def subject(
     tiny_llama: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
     folder = tmp_path_factory.mktemp("blend")
-    with blending(tiny_llama, oracle, folder, extra={"blend_again": True}) as made:
+    with blending(tiny_llama, oracle, folder, LOGITS, extra={"blend_again": True}) as made:
         yield made
 
 
@@ -117,7 +117,7 @@ def mix(subject: Subject) -> tuple[list[Ask], list[Act]]:
         prompt = subject.prompt(*rng.sample(range(4), rng.randrange(1, 4)))
         blend = rng.choice([False, {"ratio": 1.0}, {"ratio": 0.0}, True])
         ask = subject.ask(prompt, blend, tokens=rng.randrange(1, 30))
-        asks.append(replace(ask, at_step=4 * i))
+        asks.append(replace(ask, at_step=4 * i, logits=blend in (False, {"ratio": 1.0})))
     acts = [Act("abort", ask.id, ask.at_step + rng.randrange(9)) for ask in rng.sample(asks, 2)]
     acts += [Act("reset", "running", at_step=rng.randrange(35)) for _ in range(rng.randrange(3))]
     return asks, acts
@@ -138,17 +138,20 @@ PARTS, MIXES = (20, 50) if is_nightly() else (1, 3)
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject, part: int) -> None:
-    """Exact answers stay those of vLLM alone, and so do blended ones that compute everything."""
+    """Exact answers stay those of vLLM alone, and so do blended ones that compute everything.
+
+    So do the distributions of their tokens.
+    """
     rng, subject.rng = subject.rng, random.Random(part)
     before = subject.engine.counters()
-    counts = Counter[str]()
+    counts, most = Counter[str](), 0.0
     for _ in range(MIXES):
         asks, acts = mix(subject)
         answers = subject.run(asks, *acts)
         aborted = {act.what for act in acts if act.kind == "abort"}
         kept = [ask for ask in asks if ask.id not in aborted]
-        exact = [a for a in kept if dict(a.transfer or {})["blend"] in (False, {"ratio": 1.0})]
-        subject.oracle.check(exact, {ask.id: answers[ask.id] for ask in exact})
+        exact = [ask for ask in kept if ask.logits]
+        most = max(most, subject.oracle.check_distributions(exact, answers))
         for ask in exact:
             if dict(ask.transfer or {})["blend"] is False:
                 counts["exact"] += 1
@@ -167,7 +170,7 @@ def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject,
     counts["everything computed anew"] -= counts["exact"]
     after = subject.engine.counters()
     counts["preemptions"] = round(after["vllm:num_preemptions"] - before["vllm:num_preemptions"])
-    print(f"part {part}: {MIXES} mixes, {dict(counts)}")  # noqa: T201 - for pytest -rP
+    print(f"part {part}: {MIXES} mixes, {dict(counts)}, KL at most {most:.1g}")  # noqa: T201 - for pytest -rP
     subject.rng = rng
 
 
