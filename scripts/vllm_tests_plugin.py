@@ -1,7 +1,8 @@
 """A pytest plugin: every scheduler that vLLM's own tests make has KVStrata as its connector.
 
 Schedulers with a connector that the test itself defines keep it. There is no model and so no
-worker: what the plan of a step tells the workers to do is reported as done at the step's end.
+worker: what the plan of a step tells the workers to do is reported as done at the step's end. In
+the report a test has the property ``IN_A_STEP`` if KVStrata has planned one.
 """
 
 import copy
@@ -19,6 +20,7 @@ from kvstrata.integration.vllm.metadata import StepPlan, WorkerReport
 
 # vLLM's own, which its tests name for want of a better one.
 _REPLACED: Final = {"ExampleConnector", "NixlConnector"}
+IN_A_STEP: Final = ("kvstrata", "in a step")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +37,9 @@ def kvstrata_everywhere(
         yield
         return
     connectors: list[Any] = []
-    init, update = Scheduler.__init__, Scheduler.update_from_output
+    properties: list[tuple[str, object]] = request.node.user_properties
+    init, schedule = Scheduler.__init__, Scheduler.schedule
+    update = Scheduler.update_from_output
 
     def init_with_kvstrata(self: Scheduler, *args: Any, **kwargs: Any) -> None:
         config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
@@ -44,6 +48,12 @@ def kvstrata_everywhere(
         if is_ours:
             connectors.append(self.connector)
 
+    def schedule_and_note(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = schedule(self, *args, **kwargs)
+        if isinstance(output.kv_connector_metadata, StepPlan) and IN_A_STEP not in properties:
+            properties.append(IN_A_STEP)
+        return output
+
     def update_with_report(
         self: Scheduler, output: SchedulerOutput, done: ModelRunnerOutput
     ) -> object:
@@ -51,6 +61,7 @@ def kvstrata_everywhere(
         return update(self, output, _reported(done, plan) if isinstance(plan, StepPlan) else done)
 
     monkeypatch.setattr(Scheduler, "__init__", init_with_kvstrata)
+    monkeypatch.setattr(Scheduler, "schedule", schedule_and_note)
     monkeypatch.setattr(Scheduler, "update_from_output", update_with_report)
     monkeypatch.setattr(link, "_WORKERS_SECONDS", 0.0)  # there are none to wait for
     yield

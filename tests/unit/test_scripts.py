@@ -104,6 +104,16 @@ def test_tests_that_fail_only_with_kvstrata_are_told() -> None:
     assert vllm_tests.worse(plain, {"good": "passed"}) == {"also": "failed"}
 
 
+def test_tests_that_have_run_kvstrata_are_counted() -> None:
+    name, value = vllm_tests._IN_A_STEP
+    noted = f'<properties><property name="{name}" value="{value}"/></properties>'
+    report = REPORT.replace('name="good"/>', f'name="good">{noted}</testcase>').replace(
+        "<failure/>", f"{noted}<failure/>"
+    )
+    assert (vllm_tests.in_a_step(REPORT), vllm_tests.in_a_step(report)) == (0, 2)
+    assert vllm_tests.outcomes(report) == vllm_tests.outcomes(REPORT)
+
+
 def test_engine_that_is_refused_is_told_apart_from_a_failure() -> None:
     report = REPORT.replace(
         "<error/>", "<error>kvstrata.core.errors.ConfigError: the model has X</error>"
