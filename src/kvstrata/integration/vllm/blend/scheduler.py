@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 
 _OWN_SHARE: Final = 4  # where other prompts fill a step, blending runs this part of it besides
 _FEW_TOKENS: Final = 64  # of a step that does little but decode
-_LITTLE: Final = 8  # to load one token of so many that would be computed takes no time to speak of
 
 
 @dataclass(slots=True, eq=False)
@@ -511,8 +510,10 @@ class BlendScheduler(SchedulerHalf):
         )
 
     def _is_alone(self, plan: BlendPlan, loaded_tokens: int) -> bool:
-        """Whether what begins now waits for nothing else before it is blended."""
-        is_little = loaded_tokens * _LITTLE <= plan.end - plan.exact_end
+        """Whether what begins now waits for little else before it is blended."""
+        is_little = (
+            loaded_tokens <= plan.end - plan.exact_end
+        )  # which would take far longer to compute
         return is_little and self._tokens_before <= _FEW_TOKENS
 
     def _drop(self, request: Request) -> None:
