@@ -28,7 +28,7 @@ from tests.caches import eventually
 from tests.machines import is_nightly, machine_settings
 from tests.vllm.bench import MODES, Bench, prompt, serve, start
 from tests.vllm.driven import Engine, context_of
-from tests.vllm.fake_runner import TOKENS, continuation
+from tests.vllm.fake_runner import LAYERS, TOKENS, continuation
 from tests.vllm.faults import Again, Clock, Copies, Stall, lose_an_answer
 from tests.vllm.plans import full, group, model_folder, recurrent
 from vllm.lora.request import LoRARequest
@@ -151,6 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     drafts: ClassVar[int]
     load_mode: ClassVar[str]
     groups: ClassVar[list[KVCacheGroupSpec]] = []
+    stages: ClassVar[int] = 1
     seen: ClassVar[Counter[str]]
     failures: ClassVar[list[str]]
 
@@ -163,12 +164,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def begin(self, blocks: int, slots: int, policy: str, ranks: int, has_lower_tier: bool) -> None:
         self.wanted: dict[str, list[int]] = {}  # of requests that are not aborted
-        ranks = 1 if self.groups else ranks  # of models with states there are no others
-        self.slots, self.policy, self.ranks = slots, policy, ranks
+        # Models with states have no more than one; a pipeline has one for each stage.
+        ranks = 1 if self.groups or self.stages > 1 else ranks
+        self.slots, self.policy, self.workers = slots, policy, ranks * self.stages
         self.may_fail = False  # a load, by now
         self.lossy: ManagerClient | None = None  # the line that an answer was lost on
         self.stack, self.server = contextlib.ExitStack(), contextlib.ExitStack()
-        self.folder = model_folder(Path(self.stack.enter_context(tempfile.TemporaryDirectory())))
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.folder = model_folder(folder, num_hidden_layers=self.stages * LAYERS)
         self.shared = self.folder / "shared" if has_lower_tier else None
         self.stack.callback(self.server.close)
         self.clock = Clock()
@@ -178,6 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=self.drafts,
             num_blocks=blocks,
             ranks=ranks,
+            stages=self.stages,
             policy=policy,
             load_mode=self.load_mode,
             groups=self.groups,
@@ -191,12 +195,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.load_mode == "auto":
             self.engine.half._loads._at_once = AtOnce(BLOCKS_AT_ONCE)
         allow_images(self.engine)
-        self.copies = [Copies(self.engine, rank, self.seen) for rank in range(ranks)]
+        self.copies = [Copies(self.engine, rank, self.seen) for rank in range(self.workers)]
         self.again = Again(self.engine.connector, self.seen)
         count_admissions(self.engine, self.seen)
 
     def start_server(self, engines: list[Engine]) -> None:
-        served = serve(self.folder, self.slots, shared=self.shared, ranks=self.ranks)
+        served = serve(self.folder, self.slots, shared=self.shared, ranks=self.workers)
         self.bench: Bench = self.server.enter_context(served)
         self.bench.engines += engines
         self.stall = Stall(self.bench.manager, self.seen)
@@ -257,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_copies(self, rank: int, loads: int, saves: int, is_partial: bool) -> None:
         """Of one rank: the others' reports say that all is well."""
         self.may_fail = True
-        copies = self.copies[rank % self.ranks]
+        copies = self.copies[rank % self.workers]
         copies.failing_loads, copies.failing_saves = loads, saves
         copies.is_partial = is_partial
 
@@ -283,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Layerwise a step ends with its loads, so there is nobody to let held copies go.
         can_hold_copies = self.load_mode != "layerwise"
         is_copies = what.endswith("copies") and can_hold_copies
-        held = self.copies[rank % self.ranks] if is_copies else self.stall
+        held = self.copies[rank % self.workers] if is_copies else self.stall
         held.hold()
         self.arrive(asked, steps)
         if aborted is not None:
@@ -514,15 +518,24 @@ def test_any_traffic_and_any_fault_with_states(asynchronous: bool) -> None:
     run_machine(asynchronous, 0, "blockwise", [group(full(**small)), *states])
 
 
+def test_any_traffic_and_any_fault_with_two_pipeline_stages() -> None:
+    run_machine(False, 0, "blockwise", [], stages=2)
+
+
 def run_machine(
-    asynchronous: bool, drafts: int, load_mode: str, groups: list[KVCacheGroupSpec]
+    asynchronous: bool,
+    drafts: int,
+    load_mode: str,
+    groups: list[KVCacheGroupSpec],
+    *,
+    stages: int = 1,
 ) -> None:
     class Machine(SchedulerMachine):
         seen: ClassVar[Counter[str]] = Counter()
         failures: ClassVar[list[str]] = []
 
     Machine.asynchronous, Machine.drafts, Machine.load_mode = asynchronous, drafts, load_mode
-    Machine.groups = groups
+    Machine.groups, Machine.stages = groups, stages
     try:
         for number in range(1, ROUNDS + 1):
             examples = 12 * number
