@@ -129,8 +129,11 @@ def test_warm_brings_a_prompt_up_from_disk_by_request_or_keys(tmp_path: Path) ->
     assert (row["host_blocks"], row["asked_blocks"]) == (8, 9)
 
 
-def test_warm_brings_up_the_prompts_of_a_file_and_draws_how_far_it_is(tmp_path: Path) -> None:
-    """What came of them goes to standard output, also where the bar alone has the terminal."""
+@pytest.mark.parametrize("bar_is_alone", [False, True])
+def test_warm_brings_up_the_prompts_of_a_file_and_draws_how_far_it_is(
+    tmp_path: Path, bar_is_alone: bool
+) -> None:
+    """What came of them goes to standard output, line by line: to the terminal of the bar, or not."""
     prompts = [list(range(200)), list(range(7, 140))]
     (tmp_path / "prompts").write_text("".join(f"{tokens}\n" for tokens in prompts))
     with serving(tmp_path, *TIERS, f"{tmp_path}/d:64MiB") as path, engine(path) as client:
@@ -140,20 +143,26 @@ def test_warm_brings_up_the_prompts_of_a_file_and_draws_how_far_it_is(tmp_path: 
         before = [client.locate(MODEL, keys) for keys in saved]
         words = ("warm", "prompts", "--namespace", MODEL.hex(), "--socket", str(path))
         out = tmp_path / "out"
-        with out.open("wb") as stdout, terminal(*words, stdout=stdout, cwd=tmp_path) as screen:
+        with (
+            out.open("wb") as file,
+            terminal(*words, stdout=file if bar_is_alone else None, cwd=tmp_path) as screen,
+        ):
             screen.until(screen.ended, IMPORT_SECONDS)
             while screen.read():
                 pass
         after = [client.locate(MODEL, keys) for keys in saved]
     assert screen.process.returncode == 0, screen.seen
     assert (before, after) == ([(0, 3), (0, 2)], [(3, 3), (2, 2)])
-    assert out.read_text().splitlines() == [
-        "prompts:1: 3 of 3 blocks are in host memory",
-        "prompts:2: 2 of 2 blocks are in host memory",
-    ]
-    assert b"prompts:2" in screen.seen
+    shown = [line.rstrip() for line in screen.screen.display if "prompts" in line]
+    assert (out.read_text().splitlines(), shown)[:: 1 if bar_is_alone else -1] == (
+        [
+            "prompts:1: 3 of 3 blocks are in host memory",
+            "prompts:2: 2 of 2 blocks are in host memory",
+        ],
+        [],
+    )
+    assert b"prompts:2 " in screen.seen  # the bar, which goes at the end
     assert b"2/2" in screen.seen
-    assert not screen.shows("prompts")  # the bar goes at the end
 
 
 @pytest.mark.parametrize(

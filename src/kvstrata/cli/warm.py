@@ -100,7 +100,7 @@ def _bring_up(client: "ManagerClient", prompts: list[_Prompt], *, as_json: bool)
     from kvstrata.server.warming import warm as bring_up
 
     rows = []
-    with _shown() as show:
+    with _shown() as (show, say):
         for prompt in prompts:
 
             def progress(state: "Warmed", name: str = prompt.name) -> None:
@@ -109,7 +109,7 @@ def _bring_up(client: "ManagerClient", prompts: list[_Prompt], *, as_json: bool)
             state = bring_up(client, prompt.namespace, prompt.keys, progress)
             rows.append({"prompt": prompt.name, **state._asdict()})
             if not as_json:
-                typer.echo(
+                say(
                     f"{prompt.name}: {state.host_blocks:,} of {state.asked_blocks:,} blocks are in "
                     "host memory"
                 )
@@ -120,10 +120,10 @@ def _bring_up(client: "ManagerClient", prompts: list[_Prompt], *, as_json: bool)
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[str, "Warmed"], None]]:
-    """Draws how far it is, where standard error is a terminal."""
+def _shown() -> Iterator[tuple[Callable[[str, "Warmed"], None], Callable[[str], None]]]:
+    """Draws how far it is, where standard error is a terminal; and says a line, which the bar leaves whole."""
     if not sys.stderr.isatty():
-        yield lambda _name, _state: None
+        yield (lambda _name, _state: None), typer.echo
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -137,7 +137,12 @@ def _shown() -> Iterator[Callable[[str, "Warmed"], None]]:
                 task, description=name, completed=state.host_blocks, total=state.asked_blocks
             )
 
-        yield show
+        def say(line: str) -> None:
+            bar.stop()
+            typer.echo(line)
+            bar.start()
+
+        yield show, say
 
 
 def _of_request(client: "ManagerClient", request: str) -> _Prompt:
