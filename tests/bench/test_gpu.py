@@ -3,6 +3,7 @@
 import ctypes
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -250,10 +251,11 @@ def test_a_prompt_that_was_not_blended_is_not_met() -> None:
 
 
 def bounds(text: str) -> list[tuple[str, str]]:
-    """What the rows of the table in *text* are of, and their bounds."""
-    table = text.partition("| | found | bound | |\n")[2].partition("\n\n")[0]
-    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()[1:]]
-    return [(what, bound) for _, what, _, bound, *_ in cells]
+    """What the rows of the table in *text* are of, and their bounds; of one day or of several."""
+    table = re.search(r"^\| \|.*\| bound \| \|\n(?:\|.*\n?)+", text, re.MULTILINE)
+    assert table is not None
+    titles, _, *rows = [[c.strip() for c in line.split("|")] for line in table[0].splitlines()]
+    return [(row[1], row[titles.index("bound")]) for row in rows]
 
 
 @pytest.mark.parametrize(
