@@ -37,7 +37,18 @@ from kvstrata.transfer.lanes import Handle, Job
 from kvstrata.transfer.layered import LayerGates, Part
 from kvstrata.transfer.streamed import StreamedDevice, rows_of
 
-__all__ = ["CASES", "WAYS", "Case", "Sample", "costs", "failures", "markdown", "measure", "setting"]
+__all__ = [
+    "CASES",
+    "WAYS",
+    "Case",
+    "InstantDevice",
+    "Sample",
+    "costs",
+    "failures",
+    "markdown",
+    "measure",
+    "setting",
+]
 
 BOUND_NS: Final = 50.0
 PER_SLOT: Final = 16  # device blocks in a slot, whose rows are side by side
@@ -138,7 +149,7 @@ def _whole(job: Job[Copied]) -> None:
         raise InvariantViolated("not copied whole")
 
 
-class _Instant:
+class InstantDevice:
     """Driver, stream and pins of a device that has copied before it is asked."""
 
     def enter(self) -> None:
@@ -173,7 +184,7 @@ class _Instant:
 
 
 def _instant(groups: Sequence[PagePlaces]) -> StreamedDevice:
-    each = _Instant()
+    each = InstantDevice()
     return StreamedDevice(each, groups, (each, each), each)
 
 

@@ -1,6 +1,6 @@
 """What copies of a GPU cost the thread that launches an engine's kernels, by taking the interpreter.
 
-    python bench/handovers.py [--repetitions 9] [--json FILE]
+    python -m bench.handovers [--repetitions 9] [--json FILE]
 
 No GPU is needed: the link is played, at the speed of PCIe 5, by events that arrive when as many
 bytes would have. All else is what a worker runs: its jobs, chunks and pauses, a call of C for each
@@ -15,14 +15,15 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from bench.descriptors import InstantDevice
 
 from kvstrata.bench.record import processor
 from kvstrata.core.errors import InvariantViolated
@@ -78,8 +79,8 @@ class Sample(NamedTuple):
         return lost * 1e3 / (self.copied_bytes / 2**30)
 
 
-class _Link:
-    """Driver, stream and pins of a device whose copies take their time and nothing else."""
+class _Link(InstantDevice):
+    """Its copies take their time, and nothing else does."""
 
     def __init__(self) -> None:
         entry = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
@@ -87,15 +88,6 @@ class _Link:
         self._call = BatchCopy(entry)  # it returns 0 and looks at no argument
         self._free_at = 0.0
         self.copied_bytes = 0
-
-    def enter(self) -> None:
-        return
-
-    def fence(self) -> Event:
-        return NOW
-
-    def bring(self, rows: object, chosen: object) -> None:
-        return
 
     def copy(self, spans: Spans) -> None:
         self._call(*spans, 0)
@@ -106,21 +98,6 @@ class _Link:
 
     def record(self) -> Event:
         return _Arrival(self._free_at)
-
-    def follow(self, event: Event) -> None:
-        return
-
-    def wait_idle(self) -> None:
-        return
-
-    def pin(self, mapping: HostMapping, is_over: Callable[[], bool]) -> bool:
-        return False
-
-    def used(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def let_go(self) -> None:
-        return
 
 
 class _Arrival:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "bench" / "README.md", ROOT / "README.md"]
-WITH_OPTIONS = ("compress", "disk", "disk_costs", "handovers", "index", "server", "shared_fs")
+WITH_OPTIONS = ("compress", "disk", "disk_costs", "index", "server", "shared_fs")
 WITHOUT = {"charge": "main", "feed": "main", "near": "once"}
 
 
