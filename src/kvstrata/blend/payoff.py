@@ -27,8 +27,8 @@ class Payoff:
         ratios = self._ratios.get(prefill_tokens.bit_length(), ())
         return statistics.median(ratios) if len(ratios) == _LAST else None
 
-    def is_slower(self, prefill_tokens: int) -> bool:
-        """Whether a prompt should be computed whole; now and then not, to measure again."""
+    def refuses(self, prefill_tokens: int) -> bool:
+        """Whether a prompt is to be computed whole; now and then it is not, to measure again."""
         ratio = self.ratio(prefill_tokens)
         if ratio is None or ratio <= 1:
             return False

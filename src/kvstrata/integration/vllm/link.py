@@ -27,9 +27,7 @@ _NO_SERVER: Final = b""
 # An engine's later namespaces have random names: nobody asks for them again.
 _OWED_RESETS: Final = 64
 _LOOK_SECONDS: Final = 0.05  # until a hang-up is noticed where nothing is asked
-_WORKERS_SECONDS: Final = (
-    1.0  # they look every 50 ms at first; without them the engine starts all the same
-)
+_WORKERS_SECONDS: Final = 1.0  # they look for the server soon; the engine starts without them, too
 _WORKERS_POLL_SECONDS: Final = 0.01
 
 

@@ -232,7 +232,7 @@ class BlendScheduler(SchedulerHalf):
         prefill_tokens = request.num_prompt_tokens - first_token
         if self._economy.is_hopeless(prefill_tokens):
             return "few_tokens"
-        if not self._config.blend_if_slower and self._payoff.is_slower(prefill_tokens):
+        if not self._config.blend_if_slower and self._payoff.refuses(prefill_tokens):
             return "slower"
         return None if self._link.ready else "no_server"
 
@@ -511,9 +511,8 @@ class BlendScheduler(SchedulerHalf):
 
     def _is_alone(self, plan: BlendPlan, loaded_tokens: int) -> bool:
         """Whether what begins now waits for little else before it is blended."""
-        is_little = (
-            loaded_tokens <= plan.end - plan.exact_end
-        )  # which would take far longer to compute
+        # To load as many tokens takes far less time than to compute them.
+        is_little = loaded_tokens <= plan.end - plan.exact_end
         return is_little and self._tokens_before <= _FEW_TOKENS
 
     def _drop(self, request: Request) -> None:
