@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.caches import eventually
 from tests.cli.processes import environment
 
+from kvstrata.bench.fleet import environment as bench_environment
 from kvstrata.bench.fleet import remove_leftovers
 
 PROGRAM = """
@@ -54,3 +55,29 @@ def runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def test_an_engine_takes_memory_from_the_kernel_once() -> None:
+    program = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = (ctypes.c_void_p,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory = libc.malloc(40 << 20)
+    libc.memset(memory, 1, 40 << 20)
+    libc.free(memory)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=bench_environment(None),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *later = map(int, done.stdout.split())
+    assert first > 10  # pages of some size
+    assert max(later) < 10
