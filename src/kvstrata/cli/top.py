@@ -10,6 +10,7 @@ import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["top"]
 
-_QUIT: Final = (b"q", b"Q", b"\x03", b"\x04")
+_QUIT: Final = (b"q", b"Q")
+_KEYS_BYTES: Final = 256  # of a paste, too
+_PAUSE_SECONDS: Final = 0.2  # at most, until a signal is seen
+_END: Final = (b"\x03", b"\x04")  # Ctrl-C and Ctrl-D, where the terminal makes no signal of them
 
 
 def top(
@@ -38,6 +42,9 @@ def top(
     as_json: JsonFlag = False,
 ) -> None:
     """Show a cache server live: tiers, hit rate, traffic, hottest prompts; q quits.
+
+    The keys c, p, u, w and d begin a command on this server: clear, pin, unpin, warm and drain. Type
+    its options, Enter runs it.
 
     --once prints one picture, also where there is no terminal; with --json as JSON. With several
     servers give the socket.
@@ -66,7 +73,7 @@ def top(
                 sampler.look()
                 _print_once(sampler, as_json=as_json)
             else:
-                _live(sampler, interval)
+                _live(sampler, interval, path)
         finally:
             sampler.close()
 
@@ -91,33 +98,58 @@ def _print_once(sampler: "Sampler", *, as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def _live(sampler: "Sampler", interval: float) -> None:
-    """Until q, Ctrl-C, SIGTERM or the end of the terminal."""
+def _live(sampler: "Sampler", interval: float, path: Path) -> None:
+    """Until q, Ctrl-C, SIGTERM or the end of the terminal; a command has the terminal while it runs."""
+    from kvstrata.cli.top_verbs import run
+
+    with _signals() as caught:
+        while (arguments := _watch(sampler, interval, caught)) is not None:
+            run(arguments, path)
+            with _keys() as keyboard:
+                typer.echo("\nany key goes back", nl=False)
+                while not caught and not select.select([keyboard], [], [], _PAUSE_SECONDS)[0]:
+                    pass
+                if not caught and not os.read(keyboard, _KEYS_BYTES):
+                    return
+            typer.echo()
+
+
+def _watch(sampler: "Sampler", interval: float, caught: list[int]) -> list[str] | None:
+    """Draw until a command is given, and return its arguments; None at the end."""
     from rich.live import Live
 
+    from kvstrata.cli.top_verbs import Line
     from kvstrata.cli.top_view import picture
 
     console = plain_console()
+    line = Line()
     with (
-        _signals() as caught,
         _keys() as keyboard,
         Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live,
     ):
-        size, due = os.terminal_size((0, 0)), 0.0
+        size, due, is_typed = os.terminal_size((0, 0)), 0.0, False
         while not caught:
             now = time.monotonic()
             is_due, drawn, size = now >= due, size, _size()
             if is_due:
                 sampler.look()
                 due = now + interval
-            if is_due or size != drawn:  # a terminal that has another size is drawn anew at once
+            if is_due or is_typed or size != drawn:  # what else has changed is drawn at once
                 console.size = size
-                live.update(picture(sampler.seen(), height=size.lines), refresh=True)
-            ready, _, _ = select.select([keyboard], [], [], min(0.2, max(0.0, due - now)))
+                seen = sampler.seen()
+                live.update(picture(seen, height=size.lines, line=line), refresh=True)
+            ready, _, _ = select.select(
+                [keyboard], [], [], min(_PAUSE_SECONDS, max(0.0, due - now))
+            )
+            is_typed = bool(ready)
             if ready:
-                said = os.read(keyboard, 32)
-                if not said or any(key in said for key in _QUIT):
-                    return
+                said = os.read(keyboard, _KEYS_BYTES)
+                ends = _END if line.verb else _END + _QUIT
+                if not said or said[:1] in ends:
+                    return None
+                if (arguments := line.feed(said.decode(errors="ignore"))) is not None:
+                    return arguments
+    return None
 
 
 def _size() -> os.terminal_size:

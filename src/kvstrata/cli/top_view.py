@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstrata.cli.reporting import plain_table
+from kvstrata.cli.top_verbs import VERBS, Line
 from kvstrata.core.units import human_bytes
 from kvstrata.server.page.samples import activity
 
@@ -22,17 +23,19 @@ _MINUTE: Final = 60
 _TREE_LINES: Final = 12
 
 
-def picture(seen: "Seen", *, height: int | None = None) -> Group:
-    """All that is known, cut to *height* lines if given."""
+def picture(seen: "Seen", *, height: int | None = None, line: Line | None = None) -> Group:
+    """All that is known, cut to *height* lines if given, and the command that is being typed."""
     report = seen.report
     lines: list[RenderableType] = [_heading(seen)]
+    if line is not None:
+        lines.append(_command(line))
     if seen.problem:
         lines.append(Text(seen.problem, "bold red"))
     if report is None:
         return Group(*lines)
     lines += [Text(), *_figures(seen, report), Text(), _tier_table(seen, report), Text()]
     if seen.hottest:
-        left = _TREE_LINES if height is None else height - 14 - len(report.tiers) * 2
+        left = _TREE_LINES if height is None else height - 15 - len(report.tiers) * 2
         if left > 1:
             lines += [_prompt_table(seen.hottest[:left], report.tiers[0].block_bytes), Text()]
     lines.append(_namespace_table(report))
@@ -40,11 +43,21 @@ def picture(seen: "Seen", *, height: int | None = None) -> Group:
 
 
 def _heading(seen: "Seen") -> Text:
-    heading = Text.assemble(("kvstrata top  ", "bold"), seen.socket, no_wrap=True)
+    heading = Text("kvstrata top  ", "bold", no_wrap=True)
     if seen.report is not None and seen.report.drain != "off":
         said = "drained: safe to stop" if seen.report.drain == "drained" else "draining"
-        heading.append(f"  {said}", "bold yellow")
-    return heading
+        heading.append(f"{said}  ", "yellow")
+    return heading.append(seen.socket, "not bold")
+
+
+def _command(line: Line) -> Text:
+    if line.verb:
+        hint = ("  Enter runs it, Escape leaves it", "bright_black")
+        return Text.assemble(f"kvstrata {line.verb} {line.typed}█", hint, no_wrap=True)
+    if line.refusal:
+        return Text(line.refusal, "bold red", no_wrap=True)
+    keys = "  ".join(f"{key} {verb}" for key, verb in VERBS.items())
+    return Text(f"q quits  {keys}", "bright_black", no_wrap=True)
 
 
 def _figures(seen: "Seen", report: "CacheReport") -> list[Text]:
