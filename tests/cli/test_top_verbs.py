@@ -54,7 +54,7 @@ def test_each_verb_is_run_on_the_server_that_is_shown(tmp_path: Path) -> None:
         said = give(screen, f"c--namespace {NAMESPACE.hex()} --dry-run")
         assert "would be cleared" in said
         back(screen)
-        assert screen.matches(r"host .* 8 blocks")
+        screen.until(lambda: screen.matches(r"host .* 8 blocks"))
         give(screen, f"c--namespace {NAMESPACE.hex()}")
         back(screen)
         screen.until(lambda: screen.matches(r"host .* 0 blocks"))

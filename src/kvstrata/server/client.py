@@ -93,13 +93,19 @@ class ManagerClient(OperatorRequests):
         self._flush()
         return pending
 
-    def tell(self, request: p.Request) -> None:
-        """Send *request*, which has no answer, with the next one that is submitted or ``poll``.
+    def tell(self, request: p.Request) -> Pending:
+        """Send *request* with the next one that is submitted, ``send_told`` or ``poll``.
 
         Each message by itself wakes the server, which may take the core of whoever sends it.
         """
-        self._queue(request)
+        pending = self._queue(request)
         self.has_untold = True
+        return pending
+
+    def send_told(self) -> None:
+        """Send what ``tell`` took."""
+        if self.has_untold:
+            self._flush()
 
     def poll(self, timeout_seconds: float = 0.0) -> bool:
         """Take in what has arrived, after waiting for it up to *timeout_seconds*; whether anything.

@@ -140,24 +140,29 @@ class CacheLink:
 
     def submit(self, request: p.Request) -> Pending | None:
         """Send *request* if there is a server, and it is not too long to be sent."""
+        pending = self.tell(request)
+        self.send_told()
+        return pending
+
+    def tell(self, request: p.Request) -> Pending | None:
+        """``submit``, but send it with what else this step or the next has to say."""
         if self._client is None or not self._welcomed:
             return None
         try:
-            return self._client.submit(request)
+            return self._client.tell(request)
         except LimitExceeded as e:
             self._warn_of_length("going on without the cache for one request: %s", e)
             _log.debug("%s of %s is not sent: %s", type(request).__name__, _asker(request), e)
-            return None
         except KVStrataError as e:
             self._drop(e)
-            return None
+        return None
 
-    def tell(self, request: p.Request) -> None:
-        """Send *request*, which has no answer, in this step or the next."""
-        if self._client is None or not self._welcomed:
+    def send_told(self) -> None:
+        """Send what was told."""
+        if self._client is None:
             return
         try:
-            self._client.tell(request)
+            self._client.send_told()
         except KVStrataError as e:
             self._drop(e)
 

@@ -153,7 +153,7 @@ class Saves:
         keys = math.keys(request, first, end)
         parent = math.key(request, first - 1) if first and not begins else b""
         name, whole = request.request_id[-256:], request.num_prompt_tokens // math.tokens
-        pending = self._link.submit(p.PutMatch(0, namespace, b"".join(keys), parent, name, whole))
+        pending = self._link.tell(p.PutMatch(0, namespace, b"".join(keys), parent, name, whole))
         if pending is None:
             return first
         held = self._held.hold(math.device_blocks(block_ids, first, end))
@@ -180,7 +180,7 @@ class Saves:
         groups = sorted(device_blocks)
         keys = as_key_array([key])
         states = [state_keys(keys, number).tobytes() for number in range(len(groups))]
-        pending = self._link.submit(
+        pending = self._link.tell(
             p.PutMatch(0, namespace, b"".join(states), key, request.request_id[-256:], blocks)
         )
         if pending is None:
@@ -206,7 +206,7 @@ class Saves:
                 plans.extend(self._plan(offer))
         self._offers = waiting
         if plans:
-            self._link.submit(p.Launch([save.task_id for save in plans]))
+            self._link.tell(p.Launch([save.task_id for save in plans]))
         return plans
 
     def ended(self, done: dict[int, int], failed: dict[int, int]) -> list[BlockKey]:

@@ -195,6 +195,7 @@ class SchedulerHalf:
                 self._offer_states(output.kv_connector_block_state)
         saves, idle = self._saves.take_plans(), output.total_num_scheduled_tokens == 0
         self._meter.step(is_idle=idle and not loads and not self._saves.busy)
+        self._link.send_told()
         return StepPlan(server_id, loads, saves, idle=idle)
 
     def worker_report(self, report: WorkerReport) -> None:
