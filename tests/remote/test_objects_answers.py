@@ -347,6 +347,7 @@ def test_every_fault_has_a_remedy(fault: Exception) -> None:
         ("400 Bad Request", "TokenRefreshRequired", "credentials", "renew the credentials"),
         ("403 Forbidden", "RequestTimeTooSkewed", "credentials", "clock"),
         ("403 Forbidden", "AccessDenied", "credentials", "allow reading"),
+        ("400 Bad Request", "AuthorizationHeaderMalformed", "refused", "region"),
         ("400 Bad Request", "InvalidRequest", "refused", "configuration of the server"),
     ],
 )

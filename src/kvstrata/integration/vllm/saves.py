@@ -214,7 +214,7 @@ class Saves:
 
         Returns the last block of each save that the server can count on now.
         """
-        saved = []
+        saved, whole = [], []
         for task_id, workers in done.items():
             save = self._running.get(task_id)
             if save is None:
@@ -236,10 +236,12 @@ class Saves:
             if save.whole_blocks < len(save.keys):
                 self._link.tell(p.CompletePart(task_id, save.whole_blocks))
             else:
-                self._link.tell(p.Complete([task_id]))
+                whole.append(task_id)
             if save.names is save.keys or save.whole_blocks == len(save.keys):
                 self.know(save.names[: save.whole_blocks])
             saved.append(save.keys[save.whole_blocks - 1])
+        if whole:
+            self._link.tell(p.Complete(whole))
         return saved
 
     def know(self, keys: Iterable[BlockKey]) -> None:

@@ -157,7 +157,7 @@ def _refusal(answer: Refused) -> _Reason:
         return _Reason("credentials", words, _CREDENTIALS_HINT)
     if answer.status == 404:
         return _Reason("refused", words, _BUCKET_HINT)
-    if answer.status in {301, 302, 307, 308}:
+    if answer.status in {301, 302, 307, 308} or answer.code == "AuthorizationHeaderMalformed":
         return _Reason("refused", words, "set the region of the bucket")
     return _Reason("full" if is_full(answer) else "refused", words)
 

@@ -18,7 +18,7 @@ _HINTS: Final[dict[FaultCause, str]] = {
     "unreachable": "check that the server runs and that this host may reach it",
     "timeout": "check the server and the network, or set a longer timeout_seconds",
     "name": "check the host name and the resolver",
-    "credentials": "check user, password, ACL and certificates of the tier",
+    "credentials": "check user, password, ACL and certificates of the tier, and of its sentinels",
     "refused": "check the state and the configuration of the server",
 }
 
