@@ -79,8 +79,12 @@ def test_what_is_typed_is_shown_can_be_mended_and_left(tmp_path: Path) -> None:
         back(screen)
         screen.until(lambda: screen.matches(r"host .* 8 blocks"))
         screen.type(b"c--tier 'host\r")
-        screen.until(lambda: screen.shows("No closing quotation"))
-        screen.type(b"q")
+        screen.until(lambda: screen.shows("kvstrata clear --tier 'host█  No closing quotation"))
+        screen.type(b" " * 80)
+        screen.until(lambda: screen.shows("█"))
+        screen.type(b"\x1b")
+        screen.until(lambda: screen.shows("q quits"))
+        screen.type(b"xq")
         screen.until(screen.ended)
         assert screen.process.returncode == 0
 
@@ -100,31 +104,36 @@ def test_ctrl_c_ends_the_command_and_not_the_picture(tmp_path: Path) -> None:
         assert screen.settings_now() == screen.settings
 
 
-@pytest.mark.parametrize("said", [b"\x04", b""], ids=["ctrl-d", "terminated"])
-def test_it_ends_while_a_key_is_waited_for(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("typed", ["w-", "d"], ids=["a command", "a key"])
+def test_sigterm_ends_it_whatever_it_waits_for(tmp_path: Path, typed: str) -> None:
     with top(tmp_path) as screen:
-        give(screen, "d")
-        screen.type(said) if said else screen.process.terminate()
-        if said:  # a key like any other
-            before = len(screen.seen)
-            screen.until(lambda: b"q quits" in screen.seen[before:])
-            screen.type(said)
+        if typed == "d":
+            give(screen, typed)
+        else:
+            screen.type(typed.encode() + b"\r")
+            screen.until(lambda: b"$ kvstrata warm -" in screen.seen)
+        screen.process.terminate()
         screen.until(screen.ended)
         assert screen.process.returncode == 0
+        assert screen.settings_now() == screen.settings
 
 
 def test_a_line_is_taken_apart_as_a_shell_does() -> None:
     line = Line()
-    assert line.feed("x") is None
+    assert line.feed("x\x1bd") is None
     assert not line.verb
     assert line.feed("p--keys-from 'my keys' --ttl 5\r") == [
         "pin", "--keys-from", "my keys", "--ttl", "5"
     ]  # fmt: skip
+    line = Line()
+    line.feed("u1")
+    line.feed("\x1bd\x1b[A2")  # Alt-d, an arrow
+    assert (line.verb, line.typed) == ("unpin", "12")
+    line.feed("3\x1b")
     assert (line.verb, line.typed) == ("", "")
-    line.feed("u")
-    line.feed("1\x1b")
-    assert line.verb == ""
     assert line.feed("\r") is None
+    line.feed("xq")
+    assert line.quits
 
 
 def test_help_names_the_keys() -> None:

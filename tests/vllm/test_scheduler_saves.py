@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
 from tests.vllm.plans import copiers
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+
+from kvstrata.server import protocol as p
 
 
 @in_all_modes
@@ -28,6 +30,41 @@ def test_every_complete_block_is_saved_and_no_other(
     assert bench.saved_keys() == expected
     assert bench.check_saved_bytes(engine) == 8
     assert all(f.offered_tokens <= f.known_tokens for f in engine.frontiers)
+
+
+@in_all_modes
+def test_nothing_is_left_to_be_told_behind_a_plan_or_the_end_of_a_request(
+    bench: Bench, asynchronous: bool, drafts: int
+) -> None:
+    """Workers write into slots right behind the plan, and another step may be long in coming."""
+    engine = bench.engine(asynchronous=asynchronous, drafts=drafts)
+    link, left, told = engine.half._link, [], []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*arguments: Any) -> Any:
+            answer = call(*arguments)
+            left.append(link.has_untold)
+            return answer
+
+        return look
+
+    tell = link.tell
+
+    def heard(request: p.Request) -> Any:
+        told.append(request)
+        return tell(request)
+
+    engine.half.plan = watched(engine.half.plan)  # type: ignore[method-assign]  # spies
+    engine.half.finished = watched(engine.half.finished)  # type: ignore[method-assign]
+    link.tell = heard  # type: ignore[method-assign]
+    for name in "ab":
+        engine.add(name, prompt(ord(name), 41), 30)
+    engine.run()
+    assert len(left) > 15
+    assert not any(left)
+    assert len([each for each in told if isinstance(each, p.PutMatch)]) > 4
+    ended = [len(each.task_ids) for each in told if isinstance(each, p.Complete)]
+    assert max(ended) == 2  # of one step
 
 
 def test_naive_frontier_would_have_named_blocks_that_do_not_exist(bench: Bench) -> None:

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["top"]
 
-_QUIT: Final = (b"q", b"Q")
 _KEYS_BYTES: Final = 256  # of a paste, too
 _PAUSE_SECONDS: Final = 0.2  # at most, until a signal is seen
-_END: Final = (b"\x03", b"\x04")  # Ctrl-C and Ctrl-D, where the terminal makes no signal of them
 
 
 def top(
@@ -104,7 +102,9 @@ def _live(sampler: "Sampler", interval: float, path: Path) -> None:
 
     with _signals() as caught:
         while (arguments := _watch(sampler, interval, caught)) is not None:
-            run(arguments, path)
+            run(arguments, path, is_over=lambda: bool(caught))
+            if caught:
+                return
             with _keys() as keyboard:
                 typer.echo("\nany key goes back", nl=False)
                 while not caught and not select.select([keyboard], [], [], _PAUSE_SECONDS)[0]:
@@ -144,10 +144,8 @@ def _watch(sampler: "Sampler", interval: float, caught: list[int]) -> list[str] 
             is_typed = bool(ready)
             if ready:
                 said = os.read(keyboard, _KEYS_BYTES)
-                ends = _END if line.verb else _END + _QUIT
-                if not said or said[:1] in ends:
-                    return None
-                if (arguments := line.feed(said.decode(errors="ignore"))) is not None:
+                arguments = line.feed(said.decode(errors="ignore"))
+                if arguments is not None or line.quits or not said:
                     return arguments
     return None
 

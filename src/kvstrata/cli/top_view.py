@@ -51,13 +51,14 @@ def _heading(seen: "Seen") -> Text:
 
 
 def _command(line: Line) -> Text:
-    if line.verb:
-        hint = ("  Enter runs it, Escape leaves it", "bright_black")
-        return Text.assemble(f"kvstrata {line.verb} {line.typed}█", hint, no_wrap=True)
+    """A long one goes on below: what is typed has to be seen."""
+    if not line.verb:
+        keys = "  ".join(f"{key} {verb}" for key, verb in VERBS.items())
+        return Text(f"q quits  {keys}", "bright_black", no_wrap=True)
+    command = Text(f"kvstrata {line.verb} {line.typed}█  ", overflow="fold")
     if line.refusal:
-        return Text(line.refusal, "bold red", no_wrap=True)
-    keys = "  ".join(f"{key} {verb}" for key, verb in VERBS.items())
-    return Text(f"q quits  {keys}", "bright_black", no_wrap=True)
+        return command.append(line.refusal, "bold red")
+    return command.append("Enter runs it, Escape leaves it", "bright_black")
 
 
 def _figures(seen: "Seen", report: "CacheReport") -> list[Text]:

@@ -142,7 +142,7 @@ class CacheLink:
         """Send *request* if there is a server, and it is not too long to be sent."""
         pending = self.tell(request)
         self.send_told()
-        return pending
+        return None if self._client is None else pending
 
     def tell(self, request: p.Request) -> Pending | None:
         """``submit``, but send it with what else this step or the next has to say."""

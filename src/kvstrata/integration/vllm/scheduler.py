@@ -244,6 +244,7 @@ class SchedulerHalf:
             self._offer(tracked, min(computed, request.num_tokens - 1), lambda: block_ids)
         self._loads.finished(request.request_id)
         self._taints.forget(request.request_id)
+        self._link.send_told()  # the next step may be long in coming
 
     @property
     def holds_blocks(self) -> bool:
