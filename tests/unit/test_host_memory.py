@@ -12,7 +12,7 @@ import pytest
 from kvstrata.core.errors import ConfigError, ProtocolError
 from kvstrata.storage.host import HostMemory
 from kvstrata.storage.mapping import HUGE_PAGE_BYTES, HostMapping
-from kvstrata.storage.numa import memory_nodes
+from kvstrata.storage.numa import cpus_near, memory_nodes
 
 MIB = 1 << 20
 OVERCOMMIT = Path("/proc/sys/vm/nr_overcommit_hugepages")
@@ -257,3 +257,15 @@ def test_runs_for_pinning_begin_with_a_huge_page() -> None:
     starts = [start for start, _ in mapping.registration_chunks(7 * MIB)]
     assert starts == [0, 6 * MIB]
     mapping.close()
+
+
+def test_processors_near_others_are_all_of_their_nodes(tmp_path: Path) -> None:
+    for number, listed in enumerate(("0-3,8-11", "4-7", "")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{listed}\n")
+    (tmp_path / "node3").mkdir()
+    first, second = frozenset([0, 1, 2, 3, 8, 9, 10, 11]), frozenset([4, 5, 6, 7])
+    assert cpus_near(frozenset([9]), tmp_path) == first
+    assert cpus_near(frozenset([9, 4]), tmp_path) == first | second
+    assert cpus_near(frozenset([12]), tmp_path) == frozenset()
+    assert cpus_near(frozenset([0]), tmp_path / "absent") == frozenset()

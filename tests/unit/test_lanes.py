@@ -1,3 +1,4 @@
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -43,6 +44,20 @@ def poll(lanes: Lanes[str], count: int) -> list[Handle[str]]:
         ended += lanes.poll()
     assert len(ended) == count
     return ended
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_threads_run_on_the_processors_that_they_were_given_if_there_are_such(
+    is_there: bool,
+) -> None:
+    ours = frozenset(os.sched_getaffinity(0))
+    wanted = frozenset([min(ours) if is_there else 1 << 14])
+    lanes = Lanes[frozenset[int]](cpus=wanted)
+    handle = lanes.submit(lambda _: frozenset(os.sched_getaffinity(0)), Lane.SAVE)
+    assert lanes.wait_for(handle, PATIENCE_SECONDS)
+    assert handle.result == (wanted if is_there else ours)
+    assert frozenset(os.sched_getaffinity(0)) == ours
+    assert lanes.close(PATIENCE_SECONDS)
 
 
 def test_loads_overtake_saves_and_each_lane_keeps_its_order(lanes: Lanes[str]) -> None:

@@ -211,6 +211,10 @@ class Engine:
                 return pid
         return None
 
+    def process_ids(self) -> list[int]:
+        """Of all processes under the first one, vLLM's workers among them."""
+        return list(descendants(self._process.pid))
+
     def kill(self) -> None:
         """``kill -9`` of every process of the engine, but not of its embedded server.
 

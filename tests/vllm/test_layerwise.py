@@ -18,12 +18,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.request import RequestStatus
 
 from kvstrata.core.errors import ConfigError, KVStrataError
+from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.layerwise import obstacle_to_taking_back
+from kvstrata.integration.vllm.metadata import StepPlan
 
 
 def layerwise(bench: Bench, **settings: Any) -> Engine:
     return bench.engine(load_mode="layerwise", **settings)
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "auto", "blockwise"])
+def test_the_hooks_of_layers_are_called_only_where_they_have_something_to_do(mode: str) -> None:
+    connector: Any = object.__new__(KVStrataConnector)
+    connector._config = load_config({"load_mode": mode}, environ={})
+    connector._connector_metadata = StepPlan(b"")
+    assert connector.has_connector_metadata() is (mode == "layerwise")
+    connector.clear_connector_metadata()
+    assert not connector.has_connector_metadata()
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -3,6 +3,8 @@
 Its workers spin while they wait for each other, which on two cores takes turns from all others.
 """
 
+import contextlib
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +42,24 @@ def subject(
     audited = {"blend_audit_share": 1}
     with blending(tiny_llama, oracle, folder, TWO_WORKERS, bound_to_cores(2), audited) as made:
         yield made
+
+
+def test_copies_are_not_bound_to_the_processors_that_compute(subject: Subject) -> None:
+    subject.exact(random_prompt(subject.rng, 300))
+    places = [places_of_threads(pid) for pid in subject.engine.process_ids()]
+    workers = [each for each in places if len(each[0]) == 1]
+    assert len(workers) == 2
+    for each in workers:
+        assert each.count(frozenset(os.sched_getaffinity(0))) == 1
+
+
+def places_of_threads(pid: int) -> list[frozenset[int]]:
+    """Processors of each thread of *pid*, its first one first."""
+    places = []
+    for thread in sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            places.append(frozenset(os.sched_getaffinity(thread)))
+    return places
 
 
 def test_what_both_workers_have_saved_is_found(subject: Subject) -> None:

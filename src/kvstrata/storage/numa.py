@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["has_policy", "memory_nodes", "node_of_pci", "prefer_node"]
+__all__ = ["cpus_near", "has_policy", "memory_nodes", "node_of_pci", "prefer_node"]
 
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
 _GET_MEMPOLICY: Final = {"x86_64": 239, "aarch64": 236}
@@ -30,6 +30,19 @@ def memory_nodes(root: Path = _NODES) -> list[int]:
     except OSError:
         return [0]
     return [node for part in listed.split(",") if part for node in _range(part)]
+
+
+def cpus_near(cpus: frozenset[int], root: Path = _NODES) -> frozenset[int]:
+    """Return the processors of all nodes that have one of *cpus*; none if the kernel knows of none."""
+    near: frozenset[int] = frozenset()
+    for node in root.glob("node[0-9]*"):
+        try:
+            listed = (node / "cpulist").read_text().strip()
+        except OSError:
+            continue
+        its_own = frozenset(cpu for part in listed.split(",") if part for cpu in _range(part))
+        near |= its_own if its_own & cpus else frozenset()
+    return near
 
 
 def node_of_pci(address: str, root: Path = _PCI_DEVICES) -> int | None:

@@ -40,6 +40,11 @@ class PagedDevice(Protocol):
         ...
 
     @property
+    def copy_cpus(self) -> frozenset[int] | None:
+        """Processors for the threads that run its jobs; None for those of whoever starts them."""
+        ...
+
+    @property
     def numa_node(self) -> int | None:
         """Where host memory should be for its copies; None if that does not matter, or who knows."""
         ...
@@ -117,8 +122,14 @@ class PagewiseDevice:
     copy_threads: Final = 1
     numa_node: Final = None
 
-    def __init__(self, copiers: Sequence[DeviceCopier], engine: Event = NOW) -> None:
+    def __init__(
+        self,
+        copiers: Sequence[DeviceCopier],
+        engine: Event = NOW,
+        copy_cpus: frozenset[int] | None = None,
+    ) -> None:
         """*copiers*: one a group; *engine*: waits for all that is launched when it is asked."""
+        self.copy_cpus = copy_cpus
         self.copiers = list(copiers)
         self._engine = engine
         self.copies_at_once = engine is NOW

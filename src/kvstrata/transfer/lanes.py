@@ -4,7 +4,9 @@ The only module of the worker half that starts threads. Everything below blocks,
 holds a ``Handle``.
 """
 
+import contextlib
 import enum
+import os
 import threading
 import time
 from collections import deque
@@ -61,7 +63,16 @@ class Lanes(Generic[T]):
       done as early as it can be without keeping others from their first turn.
     """
 
-    def __init__(self, *, threads: int = 1, saves: int = 1, limit: int = 4096) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int = 1,
+        saves: int = 1,
+        limit: int = 4096,
+        cpus: frozenset[int] | None = None,
+    ) -> None:
+        """*cpus*: processors that the threads run on, where that can be had."""
+        self._cpus: Final = cpus
         self._limit: Final = limit
         self._saves: Final = saves
         self._lock = threading.Lock()  # guards everything below
@@ -154,6 +165,10 @@ class Lanes(Generic[T]):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self) -> None:
+        if self._cpus is not None:
+            # Of processors that are not there, or not ours, there is nothing to be had.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self._cpus)
         while (entry := self._take()) is not None:
             self._do(*entry)
             del entry  # a job holds on to the memory it copies

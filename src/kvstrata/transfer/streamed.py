@@ -72,6 +72,7 @@ class StreamedDevice:
 
     copy_threads: Final = 4  # small loads need not wait for turns of large ones, if those are few
     copies_at_once: Final = False
+    copy_cpus: Final = None
 
     def __init__(
         self,

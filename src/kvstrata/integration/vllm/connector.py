@@ -192,6 +192,10 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self._copies.half.start_load(self._plan)
 
+    def has_connector_metadata(self) -> bool:
+        """vLLM asks before it calls the two hooks of a layer, which do nothing but layer by layer."""
+        return self._config.load_mode == "layerwise" and super().has_connector_metadata()
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._copies.half.wait_for_layer(layer_name)
 

@@ -129,7 +129,8 @@ class WorkerHalf:
         """Take the engine's paged tensors; ``ConfigError`` if they are not as planned."""
         pages = pages_from_tensors(kv_caches, self.geometry, self._kv_cache_config)
         self._device = open_device(pages)
-        self._lanes = Lanes[Copied](threads=self._device.copy_threads)
+        threads, cpus = self._device.copy_threads, self._device.copy_cpus
+        self._lanes = Lanes[Copied](threads=threads, cpus=cpus)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward of *plan* is launched: its loads need not wait for that.
@@ -260,8 +261,10 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """Tasks that ended up to the last ``collect``; None if there is nothing to say."""
+        if not self._report.saved and not self._report.load_done:
+            return None
         report, self._report = self._report, WorkerReport()
-        return report if report.saved or report.load_done else None
+        return report
 
     def shutdown(self) -> None:
         """Stop copying; waits up to 5 s for a copy that runs."""
