@@ -20,6 +20,7 @@ def test_a_plan_ends_with_the_last_block_before_the_last_token() -> None:
     assert plan.origin.tolist() == [0, 1]
     assert plan.gaps.tolist() == [0, 1, 2, 3, 14, 15, 16, 19, 20, 21, 22, 23]
     assert plan.approximate.tolist() == [*range(4, 14), 17, 18]
+    assert plan.gaps_between == [(14, 17)]
     assert plan.asking_from == 19
 
 
@@ -33,6 +34,7 @@ def test_what_the_exact_prefix_covers_is_not_reused() -> None:
     assert runs(plan) == [(8, 2), (10, 6)]
     assert plan.origin.tolist() == [1, 2]
     assert not len(plan.gaps)
+    assert plan.gaps_between == []
     assert plan.taint_from == 8
 
 
@@ -41,6 +43,7 @@ def test_without_a_run_a_plan_is_empty() -> None:
         assert plan.end == plan.exact_end
         assert not len(plan.runs.start)
         assert not len(plan.gaps)
+        assert plan.gaps_between == []
         assert plan.taint_from is None
 
 

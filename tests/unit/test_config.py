@@ -148,6 +148,7 @@ def test_the_defaults_are_these() -> None:
         "blend_if_slower": False,
         "recompute_ratio": 0.15,
         "recompute_boundary": 2,
+        "recompute_first_tokens": 4,
         "blend_min_saved_tokens": 1024,
         "blend_min_saved_share": 0.3,
         "blend_audit_share": 0.01,

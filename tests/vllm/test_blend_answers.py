@@ -19,7 +19,10 @@ BLOCK_TOKENS = 32  # the least that vLLM's attention on a CPU takes
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """That computes so many first tokens of each run anew."""
     folder = tmp_path_factory.mktemp("answers")
     transfer = {
         "kv_connector": "BlendConnector",
@@ -35,6 +38,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             "blend_min_saved_tokens": 0,
             "blend_min_saved_share": 0,
             "blend_if_slower": True,
+            "recompute_first_tokens": request.param,
             "blend_audit_share": 0,
             "lookup_timeout_seconds": 30,
             "load_timeout_seconds": 30,
@@ -101,6 +105,17 @@ def accuracy(engine: Engine, drawn: Prompts, blend: object, name: str) -> float:
     return float(np.mean(np.array(said) == drawn.targets[:, -1]))
 
 
+@pytest.mark.parametrize("engine", [0], indirect=True)
+def test_with_no_first_tokens_the_ratio_is_all_that_is_computed(engine: Engine) -> None:
+    drawn = questions()
+    teach(engine, drawn)
+    nothing, balanced = (blended(engine, drawn, ratio) for ratio in (0.0, 0.15))
+    print(f"recompute_ratio 0.15, no first tokens: {balanced.accuracy:.4f}")  # noqa: T201 - for -rP
+    assert nothing.spared == nothing.reused > 0
+    assert balanced.accuracy >= 0.97
+
+
+@pytest.mark.parametrize("engine", [4], indirect=True)
 def test_one_question_across_documents_is_answered_as_after_a_whole_prefill(engine: Engine) -> None:
     drawn = questions()
     teach(engine, drawn)

@@ -1,14 +1,17 @@
 """How blending ends, told to vLLM's own scheduler by a worker that has no model to blend with."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 from tests.caches import eventually
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.driven import Engine
-from tests.vllm.fake_runner import TOKENS, continuation
+from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
 from tests.vllm.faults import Again
+from tests.vllm.plans import full, group, sliding
+from tests.vllm.test_blend_scheduler import asking
 from vllm.v1.request import RequestStatus
 
 from kvstrata.blend.audit import Audit
@@ -201,6 +204,44 @@ def test_a_prefix_that_others_compute_in_the_same_step_is_waited_for(
     (begun,) = ends.begun
     assert begun.plan.exact_end == len(system)
     assert begun.awaits_step is together
+    assert not any(engine.leftovers().values())
+
+
+@pytest.mark.parametrize(
+    ("window", "whole", "again", "saved", "known"),
+    [
+        (None, True, True, 3, 3 * TOKENS),
+        (None, True, False, 0, 0),
+        (
+            None,
+            False,
+            True,
+            12,
+            4 * TOKENS - 1,
+        ),  # by a prefill, whose blocks are learned in two parts
+        (6 * TOKENS, True, True, 2, 2 * TOKENS),  # of the first there is nothing any more
+        (4 * TOKENS, True, True, 0, 0),
+    ],
+)
+def test_what_is_new_behind_reused_tokens_is_known_from_then_on_if_that_is_wanted(
+    bench: Bench, window: int | None, *, whole: bool, again: bool, saved: int, known: int
+) -> None:
+    """Blocks 5 to 7 of a prompt are all of them new, block 4 and block 8 in part."""
+    kind = full if window is None else partial(sliding, sliding_window=window)
+    groups = [group(kind(block_size=DEVICE_TOKENS))]
+    engine = bench.engine(connector=BlendConnector, groups=groups, blend_again=again, **SETTINGS)
+    ends = Ends(engine, whole=whole, audited=False)
+    first, new, second = (prompt(number, 4 * TOKENS) for number in range(1, 4))
+    for number, text in enumerate((first, second)):
+        engine.serve(f"known-{number}", text, 2)
+    before = bench.saved_keys()
+    engine.forget_device()
+    engine.add("asked", [7, *first, *new, *second, 7], 2, {"blend": {"ratio": 0}})
+    engine.run()
+    assert len(ends.begun) == 1
+    assert len(bench.saved_keys() - before) == saved
+    half: Any = engine.half
+    assert half._learning.runs(asking(new), half._namespace, 0).tokens == known
     assert not any(engine.leftovers().values())
 
 

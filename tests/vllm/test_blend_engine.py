@@ -248,6 +248,31 @@ def test_a_later_turn_reuses_a_question_and_an_answer_behind_reused_documents(
         assert subject.exact(later).cached_tokens == len(known) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def test_a_document_that_was_new_behind_a_reused_one_is_reused(
+    tiny_llama: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    extra = {"blend_again": True, "tokens_per_block": BLOCK_TOKENS}
+    with blending(tiny_llama, oracle, tmp_path, extra=extra) as subject:
+        new, unknown = subject.text(200), subject.text(200)
+        before, behind = (subject.documents[d] for d in (2, 0))
+        prompt = subject.text(5) + before + new + behind + subject.text(40)
+        assert subject.one(prompt, {"ratio": 0.0}).cached_tokens == whole_blocks(prompt)
+        subject.engine.reset_prefix_cache()
+
+        reused = [subject.reused_tokens()]
+        for document in (unknown, new):
+            later = subject.text(9) + subject.documents[3] + document + subject.text(40)
+            assert subject.one(later, {"ratio": 0.0}).cached_tokens == whole_blocks(later)
+            reused.append(subject.reused_tokens())
+        start = 5 + len(before)
+        whole = ((start + len(new)) // BLOCK_TOKENS - -(-start // BLOCK_TOKENS)) * BLOCK_TOKENS
+        of_the_other, of_both = reused[1] - reused[0], reused[2] - reused[1]
+        assert whole - CHUNK_TOKENS < of_both - of_the_other <= len(new)
+        ask = subject.ask(later, {"ratio": 1.0})
+        oracle.check([ask], subject.run([ask]))
+        subject.exact(prompt)
+
+
 def test_a_rope_that_is_not_the_models_is_an_error_at_start(
     tiny_llama: Path, oracle: Oracle, tmp_path: Path
 ) -> None:

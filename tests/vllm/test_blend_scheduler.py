@@ -509,6 +509,20 @@ def test_blocks_that_come_one_by_one_are_known_once_they_are_a_chunk(lesson: Les
     assert learning._next == {}
 
 
+def test_stretches_over_reused_kv_are_known_each_by_itself(lesson: Lesson) -> None:
+    """The third, fourth and eighth block are reused: what is between stretches is not new."""
+    learning, found = lesson.half._learning, []
+    for first, end in ((4, 5), (0, 2), (5, 7)):
+        stretch = 0 if first < 4 else 4
+        learning.saved(lesson.said, lesson.half._namespace, first, end, stretch)
+        found.append(lesson.known())
+    assert found == [0, 0, 3]
+    learning.saved(lesson.said, lesson.half._namespace, 0, 8)
+    assert lesson.known() == 8
+    learning.finished("said")
+    assert learning._next == {}
+
+
 def test_what_a_step_offers_is_indexed_in_the_next_one(lesson: Lesson) -> None:
     learning = lesson.half._learning
     learning.saved(lesson.said, lesson.half._namespace, 0, 8)

@@ -194,6 +194,20 @@ def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:
             {"blend_rule": "two_round_query"},
             [("score", 32, 132), ("score", 36, 3), ("recompute", 32, 130)],
         ),
+        (
+            {"blend_rule": "two_round_query", "recompute_first_tokens": 0},
+            [("score", 72, 128), ("score", 32, 3), ("recompute", 32, 126)],
+        ),
+        (
+            {"blend_rule": "query", "recompute_first_tokens": 0},
+            [("score", 72, 128), ("recompute", 32, 126)],
+        ),
+        (
+            {"blend_rule": "hkvd", "recompute_first_tokens": 0},
+            [("deviation", 32, 160), ("recompute", 32, 126)],
+        ),
+        ({"blend_rule": "random", "recompute_first_tokens": 10}, [("recompute", 32, 136)]),
+        ({"blend_rule": "boundary", "recompute_first_tokens": 10}, [("recompute", 32, 124)]),
         ({"blend_rule": "boundary"}, [("recompute", 32, 124)]),
         ({"blend_rule": "boundary", "recompute_boundary": 5}, [("recompute", 32, 130)]),
         ({"blend_rule": "boundary", "recompute_boundary": 0}, [("recompute", 72, 120)]),
@@ -203,7 +217,9 @@ def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:
 def test_the_rule_of_the_configuration_says_what_is_run(
     settings: dict[str, Any], forwards: list[tuple[str, int, int]]
 ) -> None:
-    """Of tokens 32 to 191 the first 40 are reused: 4 first ones and 15 %, which are 6, beside the 120."""
+    """Of tokens 32 to 191 the first 40 are reused: 4 first ones, unless the settings say otherwise, and
+    15 %, which are 6, beside the 120.
+    """
     runner = Recorder()
     config = load_config(settings, environ={})
     worker = worker_of(runner, rule=partial(rule_of, config, layers=4))

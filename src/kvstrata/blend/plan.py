@@ -115,6 +115,16 @@ class BlendPlan:
         return np.flatnonzero(~known) + self.exact_end
 
     @property
+    def gaps_between(self) -> list[tuple[int, int]]:
+        """Of the gaps between two runs, start and end: what is new behind reused tokens."""
+        ends = (self.runs.start + self.runs.length)[:-1].tolist()
+        return [
+            (end, start)
+            for end, start in zip(ends, self.runs.start[1:].tolist(), strict=True)
+            if end < start
+        ]
+
+    @property
     def asking_from(self) -> int:
         """Where the tokens behind all runs begin."""
         return int((self.runs.start + self.runs.length).max(initial=self.exact_end))

@@ -16,7 +16,7 @@ from kvstrata.blend.selection import (
     highest,
     union,
 )
-from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
+from kvstrata.core.blend_fields import RECOMPUTE_RATIOS, SINK_TOKENS
 from kvstrata.core.errors import ConfigError, InvariantViolated
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "scored_layers",
 ]
 
-SINK_TOKENS: Final = 4
 PROBE_TOKENS: Final = 64
 _NO_POSITION: Final = np.empty(0, np.int64)
 _BALANCED: Final = RECOMPUTE_RATIOS["balanced"]

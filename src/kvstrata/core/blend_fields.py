@@ -7,9 +7,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.tier_fields import refuse_bool
 
-__all__ = ["RECOMPUTE_RATIOS", "BlendFields"]
+__all__ = ["RECOMPUTE_RATIOS", "SINK_TOKENS", "BlendFields"]
 
 RECOMPUTE_RATIOS: Final = {"fast": 0.05, "balanced": 0.15, "safe": 0.30}
+SINK_TOKENS: Final = 4
 
 
 def _on(value: bool) -> bool:
@@ -99,11 +100,22 @@ class BlendFields(BaseModel):
         ge=0,
         le=1,
         description=(
-            "Share of the reused tokens that is computed anew, beyond the first four of each run: a "
+            "Share of the reused tokens that is computed anew, beyond `recompute_first_tokens`: a "
             "number, or `fast` (0.05), `balanced` (0.15) or `safe` (0.30). `blend_rule` `boundary` and "
             "`full` choose no share."
         ),
         examples=["0.15"],
+    )
+    recompute_first_tokens: _Number = Field(
+        default=SINK_TOKENS,
+        ge=0,
+        le=256,
+        description=(
+            "Tokens at the start of each run that are computed anew whatever is chosen beyond them; "
+            "with 0 no more than `recompute_ratio` is. `blend_rule` `boundary` and `full` do not go by "
+            "it."
+        ),
+        examples=["4"],
     )
     recompute_boundary: _Number = Field(
         default=2,
@@ -134,8 +146,8 @@ class BlendFields(BaseModel):
     blend_again: bool = Field(
         default=False,
         description=(
-            "Whether KV that was computed behind reused KV, of the question and the answer of a blended "
-            "request, is reused in its turn by later ones that ask to be blended."
+            "Whether KV that was computed behind reused KV, of new documents, the question and the answer "
+            "of a blended request, is reused in its turn by later ones that ask to be blended."
         ),
         examples=["true"],
     )

@@ -42,8 +42,13 @@ class Learning:
             tokens_per_block=math.tokens,
             capacity_tokens=config.blend_index_tokens,
         )
-        self._next: dict[tuple[str, int], int] = {}  # block, by request id and generation
+        # The next block to learn, by request and stretch: where that begins, or None if it is exact.
+        self._next: dict[str, dict[int | None, int]] = {}
         self._due: list[_Piece] = []  # saved, and not in the index yet
+
+    def can_find(self, blocks: int) -> bool:
+        """Whether so many blocks are long enough to be found again."""
+        return blocks * self._math.tokens >= self._index.grid_tokens
 
     def runs(self, request: Request, namespace: NamespaceId, first_token: int) -> Runs:
         """Of *request*, from *first_token* up to its last token but one, what is known."""
@@ -58,23 +63,29 @@ class Learning:
         namespace: NamespaceId,
         first: int,
         end: int,
-        generation: int = EXACT_GENERATION,
+        over_reused_from: int | None = None,
     ) -> None:
-        """Blocks *first* to *end* of *request* are in the cache, or will be in a moment."""
-        entry, tokens = (request.request_id, generation), self._math.tokens
-        first = min(self._next.get(entry, first), first)
-        if (end - first) * tokens >= self._index.grid_tokens:
+        """Blocks *first* to *end* of *request* are in the cache, or will be in a moment.
+
+        Args:
+            over_reused_from: The first block of the stretch that they are a part of, if that is
+                computed over reused KV.
+        """
+        tokens = self._math.tokens
+        learned = self._next.setdefault(request.request_id, {})
+        first = min(learned.get(over_reused_from, first), first)
+        if self.can_find(end - first):
             if can_be_reused(request):
                 piece = _Piece(
                     _domain(request, namespace),
                     tokens_of(request.all_token_ids[first * tokens : end * tokens]),
                     first * tokens,
                     self._math.keys(request, first, end),
-                    generation,
+                    EXACT_GENERATION if over_reused_from is None else BLENDED_GENERATION,
                 )
                 self._due.append(piece)
             first = end
-        self._next[entry] = first
+        learned[over_reused_from] = first
 
     def catch_up(self) -> None:
         """Index what has been saved since. Lookups and losses do it themselves before."""
@@ -88,8 +99,7 @@ class Learning:
         self._index.forget(keys)
 
     def finished(self, request_id: str) -> None:
-        for generation in (EXACT_GENERATION, BLENDED_GENERATION):
-            self._next.pop((request_id, generation), None)
+        self._next.pop(request_id, None)
 
     def clear(self) -> None:
         self._due.clear()

@@ -35,6 +35,7 @@ def layers_to_score(config: Config, layers: int) -> tuple[int, ...]:
 def rule_of(config: Config, ratio: float, layers: int) -> Rule:
     last = layers_to_score(config, layers)[-1]
     scored_share = (last + 1) / layers
+    first = config.recompute_first_tokens
     match config.blend_rule:
         case "boundary":
             tokens = config.recompute_boundary
@@ -42,13 +43,13 @@ def rule_of(config: Config, ratio: float, layers: int) -> Rule:
         case "full":
             return FullRule()
         case "random":
-            return RandomRule(ratio, seed=_SEED)
+            return RandomRule(ratio, seed=_SEED, sink_tokens=first)
         case "hkvd":
-            return HkvdRule(ratio, layer=last, layers=layers)
+            return HkvdRule(ratio, layer=last, layers=layers, sink_tokens=first)
         case "query":
-            return QueryRule(ratio, scored_share=scored_share)
+            return QueryRule(ratio, sink_tokens=first, scored_share=scored_share)
         case "two_round_query":
-            return TwoRoundQueryRule(ratio, scored_share=scored_share)
+            return TwoRoundQueryRule(ratio, sink_tokens=first, scored_share=scored_share)
 
 
 def why_not_followed(config: Config, ratio: float) -> str | None:

@@ -19,7 +19,6 @@ from kvstrata.blend.audit import Audit, Auditor
 from kvstrata.blend.payoff import Payoff
 from kvstrata.blend.plan import BlendPlan, Economy, ReusedRuns
 from kvstrata.blend.runs import Runs
-from kvstrata.blend.source_index import BLENDED_GENERATION
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.learning import Learning
 from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
@@ -88,10 +87,11 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Behind:
-    """The blocks of a blended request behind all that it reuses: computed, over reused KV."""
+class _Stretch:
+    """Blocks of a blended request with nothing reused in them, behind reused ones."""
 
     first: int
+    end: int
     offered: int  # where the next offer begins
 
 
@@ -126,7 +126,7 @@ class BlendScheduler(SchedulerHalf):
         self._candidates: dict[str, _Candidate] = {}
         self._results: dict[str, str] = {}  # of requests: values of metrics.BLEND_REQUESTS
         self._told = {"blended", "not_asked", "not_understood"}  # results that need no telling
-        self._behind: dict[str, _Behind] = {}  # by request id, if ``blend_again``
+        self._behind: dict[str, list[_Stretch]] = {}  # by request id, if ``blend_again``
         self._counted = KVStrataStats()
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
         self._payoff = Payoff()
@@ -422,15 +422,20 @@ class BlendScheduler(SchedulerHalf):
 
         No KV event tells of them: they are not what their tokens say.
         """
-        behind = self._behind.get(request.request_id)
-        end = min(computed_tokens // self._math.tokens, self._math.known_blocks(request))
-        if behind is None or end <= behind.offered or not (ids := block_ids()):
+        stretches = self._behind.get(request.request_id, [])
+        known = min(computed_tokens // self._math.tokens, self._math.known_blocks(request))
+        due = [each for each in stretches if each.offered < min(each.end, known)]
+        if not due or not (ids := block_ids()):
             return
-        before = behind.offered
-        behind.offered = self._saves.offer(
-            request, self._namespace, ids, before, end, begins=before == behind.first
-        )
-        self._learning.saved(request, self._namespace, before, behind.offered, BLENDED_GENERATION)
+        for each in due:
+            end = min(each.end, known)
+            while each.offered < end and not self._math.has_all(ids, each.offered):
+                each.first = each.offered = each.offered + 1  # out of a window by now
+            before = each.offered
+            each.offered = self._saves.offer(
+                request, self._namespace, ids, before, end, begins=before == each.first
+            )
+            self._learning.saved(request, self._namespace, before, each.offered, each.first)
 
     def _plan(self, request: Request, runs: ReusedRuns, first_token: int) -> BlendPlan:
         return BlendPlan.of_runs(
@@ -498,8 +503,7 @@ class BlendScheduler(SchedulerHalf):
         )
         self._results[request.request_id] = "blended"
         if self._config.blend_again:
-            first = -(-plan.asking_from // self._math.tokens)
-            self._behind[request.request_id] = _Behind(first, first)
+            self._behind[request.request_id] = self._stretches(plan)
         self._loads.add_source(request, CacheHitSource.HOST, plan.end - plan.exact_end)
         _log.debug(
             "request %s: blending %d tokens in %d runs, up to %d",
@@ -508,6 +512,14 @@ class BlendScheduler(SchedulerHalf):
             len(plan.runs.start),
             plan.end,
         )
+
+    def _stretches(self, plan: BlendPlan) -> list[_Stretch]:
+        """What of *plan* can be found again, and all behind it, which an answer makes longer."""
+        tokens = self._math.tokens
+        whole = [(-(-start // tokens), end // tokens) for start, end in plan.gaps_between]
+        whole = [(first, end) for first, end in whole if self._learning.can_find(end - first)]
+        whole.append((-(-plan.asking_from // tokens), sys.maxsize))
+        return [_Stretch(first, end, first) for first, end in whole]
 
     def _is_alone(self, plan: BlendPlan, loaded_tokens: int) -> bool:
         """Whether what begins now waits for little else before it is blended."""
