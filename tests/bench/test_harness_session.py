@@ -1,5 +1,6 @@
 """Rounds of contenders that die, with members that are no engines."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ import pytest
 from kvstrata.bench import restarts, session
 from kvstrata.bench.contenders import Deployment
 from kvstrata.bench.fleet import EngineFailed
+from kvstrata.bench.meter import Meter
 from kvstrata.bench.models import Model
-from kvstrata.bench.processes import Role, Usage
+from kvstrata.bench.processes import ROLES, Role, Usage
 from kvstrata.bench.record import Begun, Machine, Options, RunFolder
 from kvstrata.bench.report import markdown, results_of
 from kvstrata.bench.restarts import run_with_restart
@@ -29,9 +31,11 @@ class Fake:
     """
 
     made: ClassVar[list[str]] = []
+    began_with: ClassVar[list[Mapping[str, str]]] = []
 
-    def __init__(self, name: str, _: Deployment, __: Mapping[str, str]) -> None:
+    def __init__(self, name: str, _: Deployment, variables: Mapping[str, str]) -> None:
         self.name = name
+        self.began_with.append(variables)
         self.has_ended = False
         self.server_pids = {1}
         self._dies = name == "lmcache" and name not in self.made
@@ -109,6 +113,8 @@ def three(rounds: int) -> Options:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """Two rounds of a chat."""
     monkeypatch.setattr(Fake, "made", [])
+    monkeypatch.setattr(Fake, "began_with", [])
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setattr(session, "Member", Fake)
     monkeypatch.setattr(session, "measure_rates", lambda *_: {})
     options = three(2)
@@ -166,6 +172,14 @@ def test_an_engine_that_died_is_started_again_for_the_next_round(run: RunFolder)
     assert (none.answers, none.failures) == (32, 0)
     # A turn that was never asked is a failure like one that was: 16 users, 4 turns each.
     assert (lmcache.answers, lmcache.failures) == (16, 64)
+
+
+def test_all_engines_have_the_same_variables_and_compute_on_all_processors(run: RunFolder) -> None:
+    assert run.measured()
+    first, *others = Fake.began_with
+    assert others == [first] * 3
+    everywhere = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    assert first["VLLM_CPU_OMP_THREADS_BIND"] == everywhere
 
 
 def test_what_a_server_that_was_replaced_has_used_is_not_known(run: RunFolder) -> None:
@@ -231,9 +245,13 @@ class Restarted(Fake):
     """Answers 0.25 s after a request is due, and is away for 5 s when it is restarted."""
 
     now = 0.0
+    cuts: ClassVar[list[float]] = []
 
     def restart(self) -> None:
         self.now += 5.0
+
+    def usage(self) -> dict[Role, Usage]:
+        return dict.fromkeys(ROLES, Usage(self.now, 1))
 
     def end(self) -> Ran:
         cut = self._traffic.cut_seconds
@@ -241,6 +259,7 @@ class Restarted(Fake):
         came = [max(0.0, at) + 0.25 for at in due]
         seconds = max(came) if cut is None else cut
         self.now += seconds
+        self.cuts.extend([] if cut is None else [cut])
         return Ran(
             seconds,
             [
@@ -261,7 +280,8 @@ def test_what_a_restart_cuts_off_is_asked_again_and_counts_from_when_it_was_due(
         Conversation([Turn([1], 1)], due_seconds)
         for due_seconds in (answered, under_way, missed, later)
     ]
-    ran = run_with_restart(member, Traffic(talks, users=0), 1.0)  # type: ignore[arg-type]
+    meter = Meter(member)  # type: ignore[arg-type]
+    ran = run_with_restart(member, Traffic(talks, users=0), 1.0, meter)  # type: ignore[arg-type]
     assert [answer.conversation for answer in ran.answers] == [0, 1, 2, 3]
     firsts = [answer.first_token_seconds for answer in ran.answers]
     assert firsts == pytest.approx([0.25, 5.35, 5.2, 0.25])  # the engine is back at 6 s
@@ -273,6 +293,7 @@ def test_an_engine_is_restarted_in_the_middle_of_the_traffic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "Member", Restarted)
+    monkeypatch.setattr(Restarted, "cuts", [])
     monkeypatch.setattr(session, "measure_rates", lambda *_: {})
     options = Options("quick", ("restart",), ("none",), rounds=1)
     folder = RunFolder(tmp_path / "run", options)
@@ -286,8 +307,11 @@ def test_an_engine_is_restarted_in_the_middle_of_the_traffic(
     (before,) = results.figures("restart", "before the restart")
     (figures,) = results.figures("restart", "restart in the traffic")
     assert (before.silent_most, figures.failures) == (None, 0)
-    # What the engine that was ended has used is not known.
-    assert (figures.cpu_seconds, figures.memory_bytes) == ({}, None)
+    # Before and after the restart, which took five seconds more.
+    (cut,) = Restarted.cuts
+    (row,) = [row for row in folder.measured() if row.name == "restart in the traffic"]
+    assert row.used["engine"].cpu_seconds == pytest.approx(cut + row.seconds, abs=0.1)
+    assert (figures.memory_bytes, figures.moved_bytes) == (4, {})
     assert "silent s" in markdown(folder)
 
 

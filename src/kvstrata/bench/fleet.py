@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvstrata.bench.contenders import CONTENDERS, Deployment
-from kvstrata.bench.processes import Role, Usage, cpu_seconds_of, usage_of
+from kvstrata.bench.processes import Role, Usage, cpu_seconds_of, is_alive, usage_of
 from kvstrata.bench.services import start_service
 from kvstrata.bench.traffic import (
     Ask,
@@ -44,6 +44,7 @@ _SETTLE_SECONDS: Final = 20.0
 _LOOK_SECONDS: Final = 0.1  # ten ticks of the clock that /proc counts CPU time by
 _IDLE_CPU_SECONDS: Final = 0.011  # in that time: one tick
 _RESET_SECONDS: Final = 10.0
+_KILL_SECONDS: Final = 5.0  # in which the kernel takes the memory of a process
 _SHOWN_LINES: Final = 40
 
 
@@ -110,9 +111,14 @@ class Member:
 
     def kill_server(self) -> None:
         """SIGKILL to the process that holds the cache, wherever it was started."""
-        for pid in self.server_pids:
+        killed = self.server_pids
+        for pid in killed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        give_up = time.monotonic() + _KILL_SECONDS
+        while any(map(is_alive, killed)) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        self._server_pids = []
 
     @property
     def port(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-__all__ = ["ROLES", "Role", "Usage", "cpu_seconds_of", "usage_of"]
+__all__ = ["ROLES", "Role", "Usage", "cpu_seconds_of", "is_alive", "usage_of"]
 
 Role = Literal["client", "engine", "worker", "server"]
 ROLES: Final[tuple[Role, ...]] = ("client", "engine", "worker", "server")
@@ -54,6 +54,14 @@ def cpu_seconds_of(pids: Iterable[int]) -> float:
     """Of *pids* and their descendants together. Cheap: it does not look at their memory."""
     members = {member for pid in pids for member in _family(pid)}
     return sum(map(_cpu_seconds, members))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether *pid* runs; one that has ended and that nobody has asked for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return False
 
 
 def _family(pid: int) -> list[int]:

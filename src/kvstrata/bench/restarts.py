@@ -5,23 +5,26 @@ import time
 from msgspec.structs import replace
 
 from kvstrata.bench.fleet import Member
+from kvstrata.bench.meter import Meter
 from kvstrata.bench.traffic import Conversation, Ran, Traffic
 
 __all__ = ["run_with_restart"]
 
 
-def run_with_restart(member: Member, traffic: Traffic, restart_seconds: float) -> Ran:
+def run_with_restart(member: Member, traffic: Traffic, restart_seconds: float, meter: Meter) -> Ran:
     """Give *traffic* to *member*, and start its engine anew *restart_seconds* after the beginning.
 
     What is due meanwhile waits until the engine is ready, and what was under way is asked again; the
     times of both count from when they were first due. All conversations are due at a time, and have
-    one turn.
+    one turn. To *meter* the start does not count.
     """
     began = time.perf_counter()
     first = member.run(replace(traffic, cut_seconds=restart_seconds))
     answered = {answer.conversation for answer in first.answers}
     left = [n for n in range(len(traffic.conversations)) if n not in answered]
+    meter.pause()
     member.restart()
+    meter.go_on()
     passed_seconds = time.perf_counter() - began
     rest = [_due_from(passed_seconds, traffic.conversations[n]) for n in left]
     last = member.run(replace(traffic, conversations=rest))

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from kvstrata.bench.contenders import CONTENDERS, Deployment
 from kvstrata.bench.fleet import EngineFailed, Member, environment
 from kvstrata.bench.limits import measure_rates
+from kvstrata.bench.meter import Meter
 from kvstrata.bench.models import Model
 from kvstrata.bench.processes import Role, Usage
 from kvstrata.bench.profiles import PROFILES
@@ -247,46 +248,27 @@ def _take_alive(member: Member, step: Step, scale: Scale) -> _Taken:
         member.restart()
     # An engine in use: not one whose code has left the caches of the processor.
     member.run(Traffic([Conversation([Turn(tokens(random.Random(), scale, _WARM_TOKENS), 1)])]))
-    counted_before = member.counters()
-    servers, before = member.server_pids, member.usage()
-    ran = _asked(member, step)
+    meter = Meter(member)
+    before = meter.counted
+    ran = _asked(member, step, meter)
     member.settle()
-    used = {role: _since(before[role], now) for role, now in member.usage().items()}
-    counted = member.counters()
-    moved = {
-        what: count - counted_before.moved_bytes.get(what, 0)
-        for what, count in counted.moved_bytes.items()
-        if count > counted_before.moved_bytes.get(what, 0)
-    }
-    if step.restart_seconds is not None:  # what has ended took what it had used and counted with it
-        used, moved = {}, {}
-    elif member.server_pids != servers:
-        del used["server"]
-        moved = {}
-    as_meant = all(_is_meant(answer, step) for answer in ran.answers)
-    if step.tier in {"disk", "remote"} and counted.promoted_blocks:
-        as_meant &= _promoted(counted_before, counted, step)
-    return _Taken(step, member.name, ran, used, moved, as_meant)
+    meter.pause()
+    as_meant, now = all(_is_meant(answer, step) for answer in ran.answers), meter.counted
+    if before and now and step.tier in {"disk", "remote"} and now.promoted_blocks:
+        as_meant &= _promoted(before, now, step)
+    return _Taken(step, member.name, ran, meter.used, meter.moved_bytes, as_meant)
 
 
-def _asked(member: Member, step: Step) -> Ran:
+def _asked(member: Member, step: Step, meter: Meter) -> Ran:
     if step.restart_seconds is not None:
-        return run_with_restart(member, step.traffic, step.restart_seconds)
+        return run_with_restart(member, step.traffic, step.restart_seconds, meter)
     member.begin(step.traffic)
     if step.kill_server_seconds is not None:
         time.sleep(step.kill_server_seconds)
+        meter.pause(busy=True)
         member.kill_server()
+        meter.go_on(busy=True)
     return member.end()
-
-
-def _since(before: Usage, now: Usage) -> Usage:
-    """What was used between the two, by the same processes."""
-    return Usage(
-        max(0.0, now.cpu_seconds - before.cpu_seconds),
-        now.memory_bytes,
-        max(0, now.read_bytes - before.read_bytes),
-        max(0, now.written_bytes - before.written_bytes),
-    )
 
 
 def _is_meant(answer: Answer, step: Step) -> bool:
