@@ -130,6 +130,19 @@ def test_ratios_and_cpu_time_of_traffic_were_printed() -> None:
     assert wrong == []
 
 
+def test_every_figure_of_traffic_was_printed() -> None:
+    text = (ROOT / "docs/performance.md").read_text().partition("## Beside its peers")[2]
+    (found,) = [each for each in tables(text) if each[0][:2] == ["traffic", "engine"]]
+    next_token = ("next token: median ms", "next token: p99")
+    columns = (MEDIAN, "p99", *next_token, "in time/s", "moved a request", "memory")
+    wanted = [
+        [step, engine, *(ROWS[step, engine].get(column, "") for column in columns)]
+        for step in ("chat", "agents", "trace", "rate 0.5", "rate 1", "rate 1.5")
+        for engine in ("no connector", "KVStrata", "vLLM tiering", "LMCache")
+    ]
+    assert found[2:] == wanted
+
+
 def test_every_row_in_which_a_peer_is_ahead_says_so_and_why() -> None:
     page, printed = PERFORMANCE.read_text(), PRINTED.read_text()
     section = page.partition("### Where a peer is ahead")[2].partition("\n### ")[0]
