@@ -13,7 +13,7 @@ PERFORMANCE: Final = ROOT / "docs" / "performance.md"
 ENGINES: Final = {
     "vLLM tiering with `fs`": "vLLM tiering, fs",
     "vLLM tiering with `fs` (no checksums)": "vLLM tiering, fs",
-    "ExampleConnector (page cache, no checksums)": "ExampleConnector",
+    "ExampleConnector (through the page cache, no checksums)": "ExampleConnector",
     "KVStrata with a disk": "KVStrata, disk",
     "KVStrata with Valkey": "KVStrata, Valkey",
 }

@@ -84,7 +84,7 @@ CONTENDERS: Final = {
         "ExampleConnector",
         "disk",
         longest_hit_tokens=2050,
-        remark="files in the page cache, loaded in the step and not checked",
+        remark="reads through the page cache, loads in the step and checks nothing",
     ),
     "lmcache": Contender("LMCache", "host", "lmcache"),
 }
