@@ -16,19 +16,13 @@ from tests.caches import ALICE, BLOCK_BYTES, PATIENCE_SECONDS, config, content, 
 from tests.disks import listed_keys
 from tests.server.harness import engine, worker
 
+from kvstrata.bench.processes import is_alive
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 from kvstrata.server.client import observe
 from kvstrata.server.embedded import EmbeddedServer
 from kvstrata.server.sockets import runtime_directory
 from kvstrata.storage.disk import DiskStore
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def shared_memory_names() -> set[str]:

@@ -424,15 +424,6 @@ def shared_memory_of(pid: int) -> set[Path]:
     return set()
 
 
-def is_alive(pid: int) -> bool:
-    """Whether *pid* runs; a zombie does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in {"Z", "X"}
-
-
 def _processes() -> Iterator[tuple[int, tuple[int, list[str]]]]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -212,13 +212,7 @@ def test_a_prefix_that_others_compute_in_the_same_step_is_waited_for(
     [
         (None, True, True, 3, 3 * TOKENS),
         (None, True, False, 0, 0),
-        (
-            None,
-            False,
-            True,
-            12,
-            4 * TOKENS - 1,
-        ),  # by a prefill, whose blocks are learned in two parts
+        (None, False, True, 12, 4 * TOKENS - 1),  # a prefill, learned in two parts
         (6 * TOKENS, True, True, 2, 2 * TOKENS),  # of the first there is nothing any more
         (4 * TOKENS, True, True, 0, 0),
     ],

@@ -16,13 +16,13 @@ from tests.vllm.engine import (
     Ask,
     Engine,
     embedded_report,
-    is_alive,
     transfer_config,
     wait_for_disk,
     wait_until,
 )
 from tests.vllm.oracle import Oracle, ReuseModel, random_prompt, random_prompts
 
+from kvstrata.bench.processes import is_alive
 from kvstrata.manager.report import CacheReport
 from kvstrata.server.sockets import embedded_socket
 

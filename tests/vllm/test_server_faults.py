@@ -18,7 +18,6 @@ from tests.vllm.engine import (
     Ask,
     CacheServer,
     Engine,
-    is_alive,
     report_at_rest,
     server_answers,
     wait_for_disk,
@@ -27,6 +26,7 @@ from tests.vllm.engine import (
 )
 from tests.vllm.oracle import Oracle, random_prompt
 
+from kvstrata.bench.processes import is_alive
 from kvstrata.core.load import load_config
 from kvstrata.manager.manager import KVManager
 from kvstrata.server.client import observe

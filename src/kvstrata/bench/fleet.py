@@ -110,7 +110,7 @@ class Member:
         self.wait_ready()
 
     def kill_server(self) -> None:
-        """SIGKILL to the process that holds the cache, wherever it was started."""
+        """SIGKILL to the process that holds the cache, wherever it was started; returns when it has ended."""
         killed = self.server_pids
         for pid in killed:
             with contextlib.suppress(ProcessLookupError):

@@ -57,7 +57,7 @@ def cpu_seconds_of(pids: Iterable[int]) -> float:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether *pid* runs; one that has ended and that nobody has asked for does not."""
+    """Whether *pid* runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except OSError:

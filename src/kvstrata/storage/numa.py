@@ -1,4 +1,4 @@
-"""NUMA nodes of this machine, which devices are near to them, and where memory should come from."""
+"""NUMA nodes of this machine, what is near to them, and where memory should come from."""
 
 import ctypes
 import os

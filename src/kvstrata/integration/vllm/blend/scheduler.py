@@ -514,7 +514,7 @@ class BlendScheduler(SchedulerHalf):
         )
 
     def _stretches(self, plan: BlendPlan) -> list[_Stretch]:
-        """What of *plan* can be found again, and all behind it, which an answer makes longer."""
+        """What is new between the runs of *plan*, if it can be found again, and all behind them."""
         tokens = self._math.tokens
         whole = [(-(-start // tokens), end // tokens) for start, end in plan.gaps_between]
         whole = [(first, end) for first, end in whole if self._learning.can_find(end - first)]
