@@ -275,6 +275,6 @@ def test_an_engine_that_was_given_up_before_its_first_order_ends_in_order(
             closed.append(True)
 
     monkeypatch.setattr(engine, "Engine", Engine)
-    deployment = Deployment("none", "", "", "", None, None, 0, 0, 0, None, 0, 0.0)
+    deployment = Deployment("none", "", "", "", 0, 0, 0, 0, 0, 1, 0, 0.0, 0)
     asyncio.run(_serve(deployment, io.BytesIO(), replies := io.BytesIO()))
     assert (closed, replies.getvalue()) == ([True], b'{"type":"Ready"}\n')

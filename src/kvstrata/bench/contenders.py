@@ -28,16 +28,16 @@ class Deployment(msgspec.Struct, frozen=True):
     folder: str  # for the files of this contender
     model: str
     engine_id: str
-    device_blocks: int | None  # None: as many as the engine itself chooses
-    roomy_blocks: int | None  # of a device cache that holds everything
+    device_blocks: int
+    roomy_blocks: int  # of a device cache that holds everything
     host_bytes: int  # of host memory that holds everything
     small_host_bytes: int  # of host memory that has to give to a tier below
     disk_bytes: int
-    block_tokens: int | None
+    block_tokens: int
     max_model_tokens: int
     device_share: float  # of the memory of an accelerator
+    token_bytes: int  # of KV
     port: int = 0  # of its service
-    token_bytes: int = 0  # of KV
     dtype: str = "auto"
 
 

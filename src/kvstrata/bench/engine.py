@@ -6,7 +6,6 @@ standard output (``traffic.Order``, ``traffic.Reply``); what vLLM prints goes to
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import socket
 import sys
@@ -15,9 +14,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import IO, Any, Final
 
 import msgspec
@@ -239,12 +236,16 @@ def _start(deployment: Deployment) -> Any:
 
     device = current_platform.device_type
     roomy = CONTENDERS[deployment.contender].roomy
+    blocks = deployment.roomy_blocks if roomy else deployment.device_blocks
     optional: dict[str, Any] = {
-        "num_gpu_blocks_override": deployment.roomy_blocks if roomy else deployment.device_blocks,
+        "num_gpu_blocks_override": blocks,
         "block_size": deployment.block_tokens,
         "kv_transfer_config": transfer_config(deployment, device),
     }
     if device != "cpu":
+        # A size that is given: to find one vLLM measures how much memory is free, twice, and dies if
+        # another engine has meanwhile given some back.
+        optional["kv_cache_memory_bytes"] = blocks * deployment.block_tokens * deployment.token_bytes
         optional["gpu_memory_utilization"] = deployment.device_share
     arguments = AsyncEngineArgs(
         model=deployment.model,
@@ -255,25 +256,9 @@ def _start(deployment: Deployment) -> Any:
         enable_prefix_caching=True,
         seed=0,
         disable_log_stats=True,
-        **{name: value for name, value in optional.items() if value is not None},
+        **optional,
     )
-    with _alone(Path(deployment.folder).parent) if device != "cpu" else contextlib.nullcontext():
-        return AsyncLLM.from_engine_args(arguments)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """While no other engine with files below *folder* starts.
-
-    On an accelerator vLLM measures how much memory is free, twice, and dies if it is more then.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # of processes that were forked meanwhile, too
-        os.close(descriptor)
+    return AsyncLLM.from_engine_args(arguments)
 
 
 async def _serve(deployment: Deployment, orders: IO[bytes], replies: IO[bytes]) -> None:
