@@ -97,6 +97,25 @@ def test_a_job_may_have_more_chunks_ahead_than_usual() -> None:
     assert stream.waited == 6
 
 
+def test_a_load_beside_which_no_other_runs_has_larger_chunks() -> None:
+    stream, flight, link = Recorder(), Flight(), Link()
+    loads = CopyQueue(
+        stream, link, pace=None, limits=CopyLimits(20, 100, 2, patience_seconds=0.0, lone_chunks=3)
+    )
+    with loads.turn():
+        loads.submit(spans(13), flight)
+        assert stream.chunks == [6, 6, 1]
+        with loads.turn():
+            loads.submit(spans(3), flight)
+        assert stream.chunks[3:] == [2, 1]
+        loads.submit(spans(3), flight, in_flight=4)  # layer by layer
+        assert stream.chunks[5:] == [2, 1]
+    saves = CopyQueue(stream, link, pace=Pace(), limits=loads.limits)
+    with loads.turn():
+        saves.submit(spans(3), flight)
+    assert stream.chunks[7:] == [2, 1]
+
+
 class Counting:
     """A stream that counts the spans that it has been asked for and nobody has waited for."""
 

@@ -245,7 +245,9 @@ def _start(deployment: Deployment) -> Any:
     if device != "cpu":
         # A size that is given: to find one vLLM measures how much memory is free, twice, and dies if
         # another engine has meanwhile given some back.
-        optional["kv_cache_memory_bytes"] = blocks * deployment.block_tokens * deployment.token_bytes
+        optional["kv_cache_memory_bytes"] = (
+            blocks * deployment.block_tokens * deployment.token_bytes
+        )
         optional["gpu_memory_utilization"] = deployment.device_share
     arguments = AsyncEngineArgs(
         model=deployment.model,

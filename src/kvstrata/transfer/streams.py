@@ -27,6 +27,7 @@ class CopyLimits(NamedTuple):
     patience_seconds: float = 0.005  # that a chunk of a save waits for loads: they may never pause
     chunks_ahead: int = 32  # of a job that loads layer by layer: 5 to 10 ms of the link
     spans_in_flight: int | None = None  # of all jobs of a stream; None: their chunks are enough
+    lone_chunks: int = 4  # in one, of a load beside which no other runs: see CopyQueue.submit
 
 
 ONE_BY_ONE: Final = CopyLimits(chunk_spans=256, spans_in_flight=512)
@@ -75,6 +76,10 @@ class Link:
                 self._loads -= 1
                 self._free.notify_all()
 
+    @property
+    def has_one_load(self) -> bool:
+        return self._loads == 1
+
     def wait_free(self, timeout_seconds: float) -> bool:
         """Block until no load runs; False if the time ran out first."""
         with self._free:
@@ -106,9 +111,15 @@ class CopyQueue:
 
         *in_flight*: chunks, if not as many as usual. Raises what the device says. Wait for *flight*
         then, too.
+
+        A load that nobody waits behind takes more in a chunk: for each it needs the interpreter,
+        which a thread that computes hands over late, and what an engine's steps bring to a GPU does
+        not wait for it there, as what they fetch waits for saves (docs/gpu.md).
         """
         most, limits, pace = in_flight or self.limits.chunks_in_flight, self.limits, self._pace
-        for chunk in chunks(spans, limits.chunk_bytes, limits.chunk_spans):
+        is_alone = pace is None and in_flight is None and self._link.has_one_load
+        chunk_bytes = limits.chunk_bytes * (limits.lone_chunks if is_alone else 1)
+        for chunk in chunks(spans, chunk_bytes, limits.chunk_spans):
             if pace is not None:
                 self._link.wait_free(limits.patience_seconds)
             flight.wait(but=most - 1)
