@@ -1,8 +1,6 @@
 """What a run keeps, and how it goes on."""
 
 import asyncio
-import contextlib
-import fcntl
 import io
 import json
 import os
@@ -12,6 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvstrata.bench import engine
 from kvstrata.bench.contenders import Deployment
@@ -250,16 +250,18 @@ def test_usage_of_this_process() -> None:
     assert usage_of(os.getpid(), [os.getpid()])["server"].memory_bytes > 1 << 20
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_engine_on_an_accelerator_starts_alone(tmp_path: Path, fails: bool) -> None:
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    with contextlib.suppress(RuntimeError), engine._alone(tmp_path):
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if fails:
-            raise RuntimeError("it has died")
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(descriptor)
+@pytest.mark.parametrize(("kind", "expected"), [("cpu", None), ("cuda", 12 * 16 * 1000)])
+def test_an_engine_on_an_accelerator_has_a_cache_of_a_given_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, expected: int | None
+) -> None:
+    """One that measures its room dies if another that starts beside it gives some back."""
+    monkeypatch.setattr(current_platform, "device_type", kind)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda arguments: arguments)
+    model = str(tmp_path)
+    chosen = engine._start(Deployment("none", "", model, "", 12, 99, 0, 0, 0, 16, 64, 0.1, 1000))
+    assert chosen.kv_cache_memory_bytes == expected
+    assert chosen.num_gpu_blocks_override == 12
+    assert (chosen.gpu_memory_utilization == 0.1) == (kind == "cuda")
 
 
 def test_an_engine_that_was_given_up_before_its_first_order_ends_in_order(

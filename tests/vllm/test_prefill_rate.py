@@ -18,16 +18,24 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
-def step(**tokens: int) -> SchedulerOutput:
+def step(*new: str, **tokens: int) -> SchedulerOutput:
+    """*new*: requests that are in a step for the first time."""
     output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = list(new)  # they are counted
     output.num_scheduled_tokens = dict(tokens)
     output.total_num_scheduled_tokens = sum(tokens.values())
     return output
 
 
-def steps(rate: PrefillRate, now: list[float], seconds: float, *outputs: SchedulerOutput) -> None:
+def steps(
+    rate: PrefillRate,
+    now: list[float],
+    seconds: float,
+    *outputs: SchedulerOutput,
+    requests: int = 1,
+) -> None:
     for output in outputs:
-        rate.step(output)
+        rate.step(output, requests=requests)
         now[0] += seconds
 
 
@@ -36,7 +44,47 @@ def test_step_takes_until_the_next_of_the_same_requests(now: list[float]) -> Non
     steps(rate, now, 0.5, step(a=1000), step(a=1, b=500))
     assert rate.tokens_per_second == 2000
     steps(rate, now, 0.5, step(b=1))
-    assert rate.tokens_per_second == pytest.approx(2000 - 0.2 * (2000 - 1002))
+    assert rate.tokens_per_second == (2000 + 1002) / 2
+
+
+def test_what_the_first_steps_compile_is_soon_forgotten(now: list[float]) -> None:
+    rate = PrefillRate(ahead=0)
+    steps(rate, now, 20.0, step(a=1000))
+    steps(rate, now, 0.5, step(a=1000), step(a=1000), step(a=1))
+    assert rate.tokens_per_second == 2000
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_request_of_one_step_has_its_end(now: list[float], ahead: int) -> None:
+    rate = PrefillRate(ahead)
+    steps(rate, now, 0.5, step("a", a=1000))
+    steps(rate, now, 60.0, step("b", b=1000), requests=2)  # it waits for the first
+    rate.ended("a", was_aborted=False)
+    assert rate.tokens_per_second == pytest.approx(1000 / 60.5)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_whose_end_is_not_known_says_nothing(now: list[float], ahead: int) -> None:
+    rate = PrefillRate(ahead)
+    steps(rate, now, 0.5, step("a", a=1000))
+    rate.ended("a", was_aborted=True)
+    steps(rate, now, 0.5, step("b", b=1000), requests=2)  # another one may be in a step
+    rate.ended("b", was_aborted=False)
+    steps(rate, now, 0.5, step(c=1000))  # it was in one before
+    rate.ended("c", was_aborted=False)
+    steps(rate, now, 0.5, step("d", d=100))
+    rate.ended("d", was_aborted=False)
+    assert rate.tokens_per_second is None
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_request_that_goes_on_ends_no_step(now: list[float], ahead: int) -> None:
+    rate = PrefillRate(ahead)
+    steps(rate, now, 0.5, step("a", a=1000), step(a=1))
+    before = rate.tokens_per_second
+    now[0] += 60.0
+    rate.ended("a", was_aborted=False)
+    assert rate.tokens_per_second == before
 
 
 def test_time_between_requests_is_not_computing(now: list[float]) -> None:
@@ -98,10 +146,15 @@ def test_new_server_is_told(now: list[float]) -> None:
     assert rate.news() == 1000
 
 
+@pytest.mark.parametrize("answer_tokens", [1, 4])
 @pytest.mark.parametrize("prompt_steps", [1, 3])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_no_step_counts_as_sooner_done_than_it_was(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, prompt_steps: int
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+    prompt_steps: int,
+    answer_tokens: int,
 ) -> None:
     """The step behind is scheduled while this one computes: that is no end of it."""
     step_tokens, step_seconds = 32, 0.05
@@ -116,7 +169,7 @@ def test_no_step_counts_as_sooner_done_than_it_was(
 
     monkeypatch.setattr(engine.runner, "execute", slow)
     for number in range(3):
-        engine.serve(f"r{number}", prompt(number, prompt_steps * step_tokens), 4)
+        engine.serve(f"r{number}", prompt(number, prompt_steps * step_tokens), answer_tokens)
     rate = engine.half._rate.tokens_per_second
     assert rate is not None
     assert rate <= step_tokens / step_seconds

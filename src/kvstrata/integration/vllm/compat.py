@@ -203,7 +203,8 @@ SURFACE: Final[Surface] = {
     "vllm.v1.core.sched.output": {
         "KVConnectorBlockState": "get_block_ids",
         "SchedulerOutput": (
-            "kv_connector_block_state num_scheduled_tokens total_num_scheduled_tokens"
+            "kv_connector_block_state num_scheduled_tokens scheduled_new_reqs "
+            "total_num_scheduled_tokens"
         ),
     },
     "vllm.v1.kv_cache_interface": {
@@ -234,7 +235,7 @@ SURFACE: Final[Surface] = {
             "num_computed_tokens num_in_flight_tokens num_prompt_tokens num_tokens request_id "
             "skip_reading_prefix_cache status trace_headers update_block_hashes"
         ),
-        "RequestStatus": "RUNNING WAITING_FOR_REMOTE_KVS",
+        "RequestStatus": "FINISHED_ABORTED RUNNING WAITING_FOR_REMOTE_KVS",
     },
 }
 # What ``BlendConnector`` needs besides, and no supported version lacks.

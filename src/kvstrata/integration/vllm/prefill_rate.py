@@ -1,5 +1,6 @@
 """How fast the engine computes prompts, seen from its scheduler's steps."""
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 _LEAST_TOKENS: Final = 256  # a step of fewer says more about its overhead
 _LEAST_TOKENS_A_REQUEST: Final = 16  # and one of fewer is mostly decoding
-_WEIGHT: Final = 0.2  # of a new measurement in the running mean
+_LAST: Final = 5  # measurements, of which the first ones may hold what is compiled once
 _NEWS: Final = 0.1  # a change by this share is worth telling
 _PAUSE_SECONDS: Final = 1.0  # between two tellings
 
@@ -19,39 +20,59 @@ _Step = tuple[int, Mapping[str, int], float]  # tokens, by request, and when it 
 
 
 class PrefillRate:
-    """Tokens a second of steps that mostly prefill; a running mean.
+    """Tokens a second of steps that mostly prefill; the median of the last ones.
 
     The engine schedules *ahead* steps while another runs, the last of these when that begins, and
     one more when it has ended. That holds if a request goes on from each of them to the next: then
-    the engine has not waited in between.
+    the engine has not waited in between. And a step that begins when nothing runs has ended when
+    one of its requests has, if that is in no step behind it.
     """
 
     def __init__(self, ahead: int) -> None:
         self.tokens_per_second: float | None = None
+        self._last: deque[float] = deque(maxlen=_LAST)
         self._told: float | None = None
         self._told_at = 0.0
         self._reach = ahead + 2
         self._steps = deque[_Step](maxlen=self._reach)  # the last ones
+        self._lone: _Step | None = None  # began when nothing ran; its requests are in no other
 
-    def step(self, output: SchedulerOutput, *, is_pure: bool = True) -> None:
-        """The step of *output* is scheduled; it computes and does nothing else if *is_pure*."""
+    def step(self, output: SchedulerOutput, *, requests: int, is_pure: bool = True) -> None:
+        """The step of *output* is scheduled; it computes and does nothing else if *is_pure*.
+
+        *requests*: how many have not ended, in this step or not.
+        """
         tokens = output.total_num_scheduled_tokens if is_pure else 0
-        self._steps.append((tokens, output.num_scheduled_tokens, time.monotonic()))
-        ended, requests, _ = self._steps[0]
+        step = tokens, output.num_scheduled_tokens, time.monotonic()
+        self._steps.append(step)
+        ended, theirs, _ = self._steps[0]
         if ended >= _LEAST_TOKENS and len(self._steps) == self._reach:
-            self._measure(ended, requests)
+            self._measure(ended, theirs)
+        if tokens >= _LEAST_TOKENS and len(output.scheduled_new_reqs) == len(step[1]) == requests:
+            self._lone = step
+        elif self._lone is not None and not self._lone[1].keys().isdisjoint(step[1]):
+            self._lone = None
+
+    def ended(self, request_id: str, *, was_aborted: bool) -> None:
+        """*request_id* will be in no step any more, whether or not its last one *was_aborted*."""
+        if self._lone is None or request_id not in self._lone[1]:
+            return
+        (tokens, requests, began), self._lone = self._lone, None
+        if not was_aborted:
+            self._note(tokens, requests, time.monotonic() - began)
 
     def _measure(self, tokens: int, requests: Mapping[str, int]) -> None:
         """The first of the steps had *tokens* of *requests*."""
         goes_on = all(
             not one.keys().isdisjoint(other) for (_, one, _), (_, other, _) in pairwise(self._steps)
         )
-        seconds = self._steps[-1][2] - self._steps[-2][2]
-        if goes_on and seconds > 0 and tokens >= _LEAST_TOKENS_A_REQUEST * len(requests):
-            measured, known = tokens / seconds, self.tokens_per_second
-            self.tokens_per_second = (
-                measured if known is None else known + _WEIGHT * (measured - known)
-            )
+        if goes_on:
+            self._note(tokens, requests, self._steps[-1][2] - self._steps[-2][2])
+
+    def _note(self, tokens: int, requests: Mapping[str, int], seconds: float) -> None:
+        if seconds > 0 and tokens >= _LEAST_TOKENS_A_REQUEST * len(requests):
+            self._last.append(tokens / seconds)
+            self.tokens_per_second = statistics.median(self._last)
 
     def news(self) -> float | None:
         """The rate, if it has changed so that the server should know."""

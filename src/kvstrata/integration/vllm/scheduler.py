@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError, ServerUnavailable
@@ -234,6 +234,8 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
         tracked = self._requests.pop(request.request_id, None)
+        was_aborted = request.status is RequestStatus.FINISHED_ABORTED
+        self._rate.ended(request.request_id, was_aborted=was_aborted)
         self._due.forget(request.request_id)
         # vLLM counts tokens as computed that a running load has yet to bring, and may have failed to.
         loading = self._loads.is_loading(request.request_id) or request.request_id in self._parked
@@ -300,7 +302,7 @@ class SchedulerHalf:
             tracked.offered_blocks = sys.maxsize
 
     def _tell_rate(self, output: SchedulerOutput, *, is_pure: bool) -> None:
-        self._rate.step(output, is_pure=is_pure)
+        self._rate.step(output, requests=len(self._requests), is_pure=is_pure)
         if self._rate_told_to != self._link.number:
             self._rate_told_to = self._link.number
             self._rate.tell_again()
