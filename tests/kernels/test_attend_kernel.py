@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernels.layers import Layer, a_layer
+from tests.kernels.layers import Layer, a_layer, tell
 
 from kvstrata.blend import attend_triton
 from kvstrata.blend.attend_triton import PagedKV, Tile, attend
@@ -81,6 +81,7 @@ def test_quantised_pages_are_read_with_their_scales(
 
 
 def check(device: torch.device, case: Case, stored: torch.dtype) -> None:
+    tell(case, stored)
     torch.manual_seed(case.seed)
     chance = np.random.default_rng(case.seed)
     used = -(-case.tokens // case.layer.page_tokens)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.kernels.layers import tell
 
 from kvstrata.transfer import cuda_triton
 from kvstrata.transfer.cuda_triton import copy_by_kernel, widest_word
@@ -50,6 +51,7 @@ cases = st.builds(
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(cases)
 def test_pages_of_any_shape_stride_and_order_arrive(device: torch.device, case: Case) -> None:
+    tell(case)
     element, layers, page, gap, blocks, count, outermost, programs = case[:8]
     width = element.itemsize
     page_bytes = page * width

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernels.layers import Layer, a_layer
+from tests.kernels.layers import Layer, a_layer, tell
 
 from kvstrata.blend import move_triton
 from kvstrata.blend.move_triton import Moves, Rope, move_tokens
@@ -86,6 +86,7 @@ def drawn(
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(cases)
 def test_keys_are_turned_as_by_the_reference(device: torch.device, case: Case) -> None:
+    tell(case)
     torch.manual_seed(case.seed)
     source = case.source.of(paged(case, case.source, 4, device), case.heads)
     whole = paged(case, case.cache, 3, device)
@@ -119,6 +120,7 @@ def test_quantised_keys_are_turned_and_rounded_again(
     device: torch.device, fp8: torch.dtype, case: Case
 ) -> None:
     case = case._replace(dtype=fp8)
+    tell(case)
     torch.manual_seed(case.seed)
     source = case.source.of(paged(case, case.source, 3, device), case.heads)
     cache = case.cache.of(paged(case, case.cache, 4, device), case.heads)

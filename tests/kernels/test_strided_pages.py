@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernels.layers import Layer, a_layer
+from tests.kernels.layers import Layer, a_layer, tell
 
 from kvstrata.blend.position import PositionCorrector
 from kvstrata.core.errors import InvariantViolated
@@ -67,6 +67,7 @@ def page_map(case: Case, device: torch.device) -> PageMap:
 
 
 def subject(case: Case, device: torch.device, *, strided: bool) -> Subject:
+    tell(case, strided)
     torch.manual_seed(case.seed)
     whole = case.layer.make(PAGES, case.kv_heads, 2 * SIZE).to(device)
     cache = case.layer.of(whole, case.kv_heads)
