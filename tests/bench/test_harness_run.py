@@ -10,8 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from vllm.platforms import current_platform
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvstrata.bench import engine
 from kvstrata.bench.contenders import Deployment
@@ -255,6 +253,9 @@ def test_an_engine_on_an_accelerator_has_a_cache_of_a_given_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, expected: int | None
 ) -> None:
     """One that measures its room dies if another that starts beside it gives some back."""
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     monkeypatch.setattr(current_platform, "device_type", kind)
     monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda arguments: arguments)
     model = str(tmp_path)

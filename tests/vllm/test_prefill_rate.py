@@ -44,14 +44,40 @@ def test_step_takes_until_the_next_of_the_same_requests(now: list[float]) -> Non
     steps(rate, now, 0.5, step(a=1000), step(a=1, b=500))
     assert rate.tokens_per_second == 2000
     steps(rate, now, 0.5, step(b=1))
-    assert rate.tokens_per_second == (2000 + 1002) / 2
+    assert rate.tokens_per_second == 2000  # of most of the tokens
 
 
 def test_what_the_first_steps_compile_is_soon_forgotten(now: list[float]) -> None:
     rate = PrefillRate(ahead=0)
     steps(rate, now, 20.0, step(a=1000))
-    steps(rate, now, 0.5, step(a=1000), step(a=1000), step(a=1))
+    steps(rate, now, 0.5, step(a=1000), step(a=1))
     assert rate.tokens_per_second == 2000
+
+
+def test_a_long_prompt_counts_for_more_than_short_ones(now: list[float]) -> None:
+    rate = PrefillRate(ahead=0)
+    steps(rate, now, 0.2, step(a=8000), *[step(a=300) for _ in range(9)], step(a=1))
+    assert rate.tokens_per_second == pytest.approx(8000 / 0.2)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_was_aborted_may_still_run(now: list[float], ahead: int) -> None:
+    rate = PrefillRate(ahead)
+    steps(rate, now, 0.01, step("a", a=8000))
+    rate.ended("a", was_aborted=True)
+    for request in "bcde":
+        steps(rate, now, 0.2, step(request, **{request: 1000}))
+        rate.ended(request, was_aborted=False)
+    assert rate.tokens_per_second == pytest.approx(5000)
+    assert len(rate._last) == 4 - ahead - 2
+
+
+def test_a_step_is_measured_once(now: list[float]) -> None:
+    rate = PrefillRate(ahead=0)
+    steps(rate, now, 0.5, step("a", "b", a=500, b=500), requests=2)
+    rate.ended("b", was_aborted=False)
+    steps(rate, now, 0.5, step(a=1), step(a=1))
+    assert len(rate._last) == 1
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -68,6 +94,7 @@ def test_a_step_whose_end_is_not_known_says_nothing(now: list[float], ahead: int
     rate = PrefillRate(ahead)
     steps(rate, now, 0.5, step("a", a=1000))
     rate.ended("a", was_aborted=True)
+    steps(rate, now, 0.5, step(), step(), step(), requests=0)
     steps(rate, now, 0.5, step("b", b=1000), requests=2)  # another one may be in a step
     rate.ended("b", was_aborted=False)
     steps(rate, now, 0.5, step(c=1000))  # it was in one before

@@ -2,7 +2,7 @@
 
 A device copies in the order in which it is asked and knows no priorities on its link. So it is
 asked for little at a time: two chunks of a job, of which one is under way while the next waits, so
-that the link is never idle. What comes in between waits for two chunks at most.
+that the link is never idle. What comes in between waits for two chunks of each job at most.
 """
 
 import threading
@@ -112,9 +112,9 @@ class CopyQueue:
         *in_flight*: chunks, if not as many as usual. Raises what the device says. Wait for *flight*
         then, too.
 
-        A load that nobody waits behind takes more in a chunk: for each it needs the interpreter,
-        which a thread that computes hands over late, and what an engine's steps bring to a GPU does
-        not wait for it there, as what they fetch waits for saves (docs/gpu.md).
+        A load beside which no other copies takes more in a chunk: for each it needs the interpreter,
+        which a thread that computes hands over late. The little that an engine's steps bring to an
+        H200 did not wait for it there, as what they fetch waits for saves (docs/gpu.md).
         """
         most, limits, pace = in_flight or self.limits.chunks_in_flight, self.limits, self._pace
         is_alone = pace is None and in_flight is None and self._link.has_one_load
