@@ -64,3 +64,12 @@ class Router:
 
         wait_until(is_enough, f"{self.topic}: not {count} blocks in {self.events}")
         return found()
+
+    def wait_held(self, count: int) -> None:
+        """Until *count* blocks are there, and no others."""
+
+        def is_so() -> bool:
+            self.hear()
+            return len(self.held) == count
+
+        wait_until(is_so, f"{self.topic}: not {count} blocks are held")

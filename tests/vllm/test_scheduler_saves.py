@@ -64,7 +64,7 @@ def test_nothing_is_left_to_be_told_behind_a_plan_or_the_end_of_a_request(
     assert not any(left)
     assert len([each for each in told if isinstance(each, p.PutMatch)]) > 4
     ended = [len(each.task_ids) for each in told if isinstance(each, p.Complete)]
-    assert max(ended) == 2  # of one step
+    assert max(ended) >= 2  # of one step
 
 
 def test_naive_frontier_would_have_named_blocks_that_do_not_exist(bench: Bench) -> None:
