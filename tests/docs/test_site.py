@@ -41,18 +41,26 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProc
     return build(copy / "mkdocs.yml", copy / "site")
 
 
-@pytest.mark.parametrize("builder", ["properdocs", "mkdocs"])
-def test_the_site_is_built_without_a_warning_and_asks_nobody_else(
-    tmp_path: Path, builder: str
-) -> None:
-    done = build(ROOT / "mkdocs.yml", tmp_path / "site", builder)
+def test_the_site_is_built_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
+    done = build(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    assert "WARNING -" not in done.stderr
+    assert "WARNING" not in done.stderr
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     for page in pages - {"index.md", "adr/index.md"}:
         assert (tmp_path / "site" / page.removesuffix(".md") / "index.html").exists()
     home = (tmp_path / "site" / "index.html").read_text()
     assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//', home)
+
+
+def test_mkdocs_itself_builds_the_same_pages(tmp_path: Path) -> None:
+    """Strictly, too: a warning of a page would be an error. Its theme warns of MkDocs' own future."""
+    pages = []
+    for builder in ("properdocs", "mkdocs"):
+        done = build(ROOT / "mkdocs.yml", tmp_path / builder, builder)
+        assert done.returncode == 0, done.stderr
+        made = (tmp_path / builder).rglob("*.html")
+        pages.append({page.relative_to(tmp_path / builder) for page in made})
+    assert pages[0] == pages[1]
 
 
 def test_what_is_broken_ends_the_build(broken: subprocess.CompletedProcess[str]) -> None:

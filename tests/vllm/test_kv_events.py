@@ -139,5 +139,7 @@ def test_what_is_stored_evicted_and_cleared_is_told(bench: Bench) -> None:
     engine.ask(random_prompt(dice, 130))
     of_engine.wait_held(2)
     bench.settle()
+    of_engine.hear()
+    assert len(of_engine.held) == 2
     assert any(isinstance(event, AllBlocksCleared) for event in of_engine.events)
     assert any(isinstance(event, AllBlocksCleared) for event in of_server.events)

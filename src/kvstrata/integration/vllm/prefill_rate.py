@@ -39,9 +39,7 @@ class PrefillRate:
         self._told_at = 0.0
         self._reach = ahead + 2
         self._steps = deque[_Step](maxlen=self._reach)  # the last ones
-        self._lone: _Step | None = (
-            None  # began when nothing ran; its requests are in none behind it
-        )
+        self._lone: _Step | None = None  # began when nothing ran; none of its requests went on
         self._unclear_steps = 0  # that may begin while one of an aborted request runs
 
     def step(self, output: SchedulerOutput, *, requests: int, is_pure: bool = True) -> None:
@@ -50,7 +48,8 @@ class PrefillRate:
         *requests*: how many have not ended, in this step or not.
         """
         tokens = output.total_num_scheduled_tokens if is_pure else 0
-        step = tokens, output.num_scheduled_tokens, time.monotonic()
+        scheduled = output.num_scheduled_tokens
+        step = tokens, scheduled, time.monotonic()
         self._steps.append(step)
         ended, theirs, _ = self._steps[0]
         if ended >= _LEAST_TOKENS and len(self._steps) == self._reach:
@@ -58,11 +57,11 @@ class PrefillRate:
         if self._unclear_steps:
             self._unclear_steps -= 1
         elif tokens >= _LEAST_TOKENS and (
-            len(output.scheduled_new_reqs) == len(step[1]) == requests
+            len(output.scheduled_new_reqs) == len(scheduled) == requests
         ):
             self._lone = step
             return
-        if self._lone is not None and not self._lone[1].keys().isdisjoint(step[1]):
+        if self._lone is not None and not self._lone[1].keys().isdisjoint(scheduled):
             self._lone = None
 
     def ended(self, request_id: str, *, was_aborted: bool) -> None:
