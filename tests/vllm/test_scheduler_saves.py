@@ -58,11 +58,11 @@ def test_nothing_is_left_to_be_told_behind_a_plan_or_the_end_of_a_request(
     engine.half.plan = watched(engine.half.plan)  # type: ignore[method-assign]  # spies
     engine.half.finished = watched(engine.half.finished)  # type: ignore[method-assign]
     link.tell = heard  # type: ignore[method-assign]
-    report, reported = engine.half.worker_report, []
+    take_in, reported = engine.half.worker_report, []
 
-    def read(each: WorkerReport) -> None:
-        reported.append(len(each.saved))
-        report(each)
+    def read(report: WorkerReport) -> None:
+        reported.append(len(report.saved))
+        take_in(report)
 
     engine.half.worker_report = read  # type: ignore[method-assign]
     for name in "ab":
