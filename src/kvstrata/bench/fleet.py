@@ -118,6 +118,10 @@ class Member:
         give_up = time.monotonic() + _KILL_SECONDS
         while any(map(is_alive, killed)) and time.monotonic() < give_up:
             time.sleep(0.01)
+        if self._service is not None and self._service.pid in killed:
+            # A zombie has not ended as long as the kernel takes the memory of its other threads.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._service.wait(_KILL_SECONDS)
         self._server_pids = []
 
     @property

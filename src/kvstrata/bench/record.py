@@ -114,7 +114,7 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     seconds: float
     answers: list[Answer]
     # CPU time and bytes of files; memory as it was at the end. Without those of whom it is not known:
-    # a server that was killed, an engine that has ended.
+    # a server that has ended by itself, an engine that has died.
     used: dict[Role, Usage]
     moved_bytes: dict[str, int]  # as ``Counters`` of the two sides that count
     tier: Tier | None = None
