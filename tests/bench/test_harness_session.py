@@ -93,16 +93,26 @@ class Silent:
     def say(self, doing: str) -> None:
         """Nobody listens."""
 
-    def advance(self) -> None:
+    def advance(self, share: float) -> None:
+        """Nobody looks."""
+
+    def end_round(self) -> None:
         """Nobody looks."""
 
 
 class Heard(Silent):
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.shares: list[list[float]] = [[]]  # of each round
 
     def say(self, doing: str) -> None:
         self.said.append(doing)
+
+    def advance(self, share: float) -> None:
+        self.shares[-1].append(share)
+
+    def end_round(self) -> None:
+        self.shares.append([])
 
 
 def three(rounds: int) -> Options:
@@ -131,6 +141,11 @@ def test_no_more_is_said_to_be_done_than_some_engine_is_asked(
     options = Options("quick", ("single",), ("none", "kvstrata"), rounds=1)
     folder, heard = RunFolder(tmp_path / "run", options), Heard()
     Session(folder, options, MODEL, MACHINE, BEGUN, tmp_path, heard).go()
+    in_round, after = heard.shares
+    assert after == []
+    assert len(in_round) > 20
+    assert max(in_round) < 0.05
+    assert 0.5 < sum(in_round) <= 1.0
     steps = {each.removeprefix("single, round 1: ").partition(" hit")[0] for each in heard.said}
     assert {"host", "device"} < steps
     assert steps.isdisjoint({"disk", "remote"})

@@ -143,7 +143,7 @@ def test_without_a_terminal_each_round_is_a_line(
 ) -> None:
     def go(session: Session) -> None:
         session.progress.say("chat, round 2: chat")
-        session.progress.advance()
+        session.progress.end_round()
 
     arguments = finished_run(tmp_path / "run", as_meant=True)
     monkeypatch.setattr(Session, "go", go)

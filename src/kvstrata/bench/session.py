@@ -41,8 +41,12 @@ class Progress(Protocol):
 
     def say(self, doing: str) -> None: ...
 
-    def advance(self) -> None:
-        """One round of one workload is done."""
+    def advance(self, share: float) -> None:
+        """So much of a round of one workload is done."""
+        ...
+
+    def end_round(self) -> None:
+        """All of it is."""
         ...
 
 
@@ -163,7 +167,8 @@ class Session:
         port = next((m.port for m in fleet if CONTENDERS[m.name].service == "valkey"), None)
         self.folder.append(Rates(name, number, measure_rates(self.scratch, port)))
         dice = random.Random(f"{_ROUND_SEED} {name} {number}")
-        for place, step in enumerate(workload.steps(dice, scale)):
+        steps = list(workload.steps(dice, scale))
+        for place, step in enumerate(steps):
             able = [member for member in fleet if _can_take(member, step)]
             if able:
                 self.progress.say(f"{name}, round {number + 1}: {step.name}")
@@ -173,9 +178,10 @@ class Session:
                 measured = _take(member, step, scale)
                 if step.measured:
                     self.folder.append(measured.of(name, number, place))
+                self.progress.advance(1 / len(able) / len(steps))
         self.folder.end_round(name, number)
         self.progress.say(f"{name}, round {number + 1}")
-        self.progress.advance()
+        self.progress.end_round()
 
 
 @dataclass(frozen=True, slots=True)

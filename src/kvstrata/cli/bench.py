@@ -241,20 +241,23 @@ def _shown(options: "Options", folder: "RunFolder") -> "Iterator[Progress]":
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=len(numbers), completed=sum(numbers))
+        done = sum(numbers)
+        task = bar.add_task("", total=len(numbers), completed=done)
 
         class Shown:
             def say(self, doing: str) -> None:
                 bar.update(task, description=doing)
 
-            def advance(self) -> None:
-                bar.advance(task)
+            def advance(self, share: float) -> None:
+                bar.advance(task, share)
+
+            def end_round(self) -> None:
+                nonlocal done
+                done += 1
+                bar.update(task, completed=done)
                 if not console.is_terminal:
-                    done = bar.tasks[task]
-                    typer.echo(
-                        f"{done.description}: {done.completed:.0f} of {done.total:.0f} rounds",
-                        err=True,
-                    )
+                    doing = bar.tasks[task].description
+                    typer.echo(f"{doing}: {done} of {len(numbers)} rounds", err=True)
 
         yield Shown()
 
