@@ -8,6 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 __all__ = ["attend_by_position", "most_attention"]
 
 _PROBES_AT_ONCE: Final = 64
+_CPU_PROBES_AT_ONCE: Final = 32  # at least
+_CPU_PRODUCTS_AT_ONCE: Final = 1 << 17  # 512 KiB, which stay in a core's cache
 _PRODUCTS_AT_ONCE: Final = 1 << 25  # on a GPU: 128 MiB
 
 _Parts = list[tuple[slice, torch.Tensor]]  # which tokens some probes reach, and their mask
@@ -66,10 +68,11 @@ def most_attention(
     most = torch.zeros(tokens, device=keys.device)
     by_group = queries.float().mul(scale).transpose(0, 1).unflatten(0, (kv_heads, -1))
     if keys.device.type == "cpu":
-        look, at_once = _look_by_head, _PROBES_AT_ONCE
+        look, least, fitting = _look_by_head, _CPU_PROBES_AT_ONCE, _CPU_PRODUCTS_AT_ONCE // tokens
     else:
-        fitting = max(1, _PRODUCTS_AT_ONCE // (queries.shape[1] * tokens))
-        look, at_once = _look_in_all_heads, min(_PROBES_AT_ONCE, fitting)
+        look, least = _look_in_all_heads, 1
+        fitting = _PRODUCTS_AT_ONCE // (queries.shape[1] * tokens)
+    at_once = min(_PROBES_AT_ONCE, max(least, fitting))
     look(most, by_group, keys.float(), _parts(probes, at_once, keys, window))
     return most
 
