@@ -143,7 +143,7 @@ def test_large_values(tls_port: int, mutual: TlsFiles) -> None:
 def test_faults_in_the_middle(tls_port: int, mutual: TlsFiles, fault: Fault) -> None:
     """They end in time, with their cause; the next call is right."""
     proxy = Proxy(("127.0.0.1", tls_port))
-    store = open_tls(proxy.port, mutual, "f", block_bytes=LARGE_BYTES, timeout_seconds=1.0)
+    store = open_tls(proxy.port, mutual, "f", block_bytes=LARGE_BYTES, timeout_seconds=3.0)
     value = memoryview(random_value(1, LARGE_BYTES))
     store.write([key(1)], [None], [value])
     with proxy.failing(fault, after_bytes=100_000):
