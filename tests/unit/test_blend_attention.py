@@ -46,15 +46,16 @@ def test_all_heads_together_as_on_a_gpu_find_what_one_after_another_do(
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("tokens", [500, 5000])  # of more fewer probes are looked at
 @pytest.mark.parametrize("window", [None, 1, 100])
 def test_probes_that_are_looked_at_some_at_a_time_find_what_each_finds_by_itself(
-    window: int | None,
+    window: int | None, tokens: int
 ) -> None:
     drawn = torch.Generator().manual_seed(1)
-    probes = torch.randperm(500, generator=drawn)[:150]
+    probes = torch.randperm(tokens, generator=drawn)[:150]
     queries = torch.randn(len(probes), 4, SIZE, generator=drawn)
-    keys = torch.randn(500, 2, SIZE, generator=drawn)
-    expected = torch.zeros(500)
+    keys = torch.randn(tokens, 2, SIZE, generator=drawn)
+    expected = torch.zeros(tokens)
     for query, probe in zip(queries, probes, strict=True):
         alone = most_attention(query[None], keys, probe[None], SCALE, window)
         expected = torch.maximum(expected, alone)
