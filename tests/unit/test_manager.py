@@ -1019,6 +1019,7 @@ def test_disk_that_stays_broken_does_not_hold_close_for_longer_than_told(
 def test_disk_that_hangs_does_not_hold_close_for_longer_than_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = set(threading.enumerate())
     manager = KVManager(config(2, tmp_path, drain_timeout_seconds=0.05), block_bytes=BLOCK_BYTES)
     go, entered = threading.Event(), threading.Event()
     real = DiskStore.write
@@ -1031,6 +1032,9 @@ def test_disk_that_hangs_does_not_hold_close_for_longer_than_told(
     monkeypatch.setattr(DiskStore, "write", hanging)
     save(manager, ALICE, keys(1))
     assert entered.wait(PATIENCE_SECONDS)
+    ours = set(threading.enumerate()) - before
+    writers = [each for each in ours if each.name.startswith("kvstrata-write")]
+    assert writers
     closing = threading.Thread(target=manager.close)
     closing.start()
     closing.join(PATIENCE_SECONDS)
@@ -1038,10 +1042,7 @@ def test_disk_that_hangs_does_not_hold_close_for_longer_than_told(
     go.set()
     closing.join(PATIENCE_SECONDS)
     assert not hung
-    eventually(
-        lambda: not any(t.name.startswith("kvstrata-write") for t in threading.enumerate()),
-        "the writer does not end",
-    )
+    eventually(lambda: not any(each.is_alive() for each in writers), "the writer does not end")
 
 
 # -- opening -------------------------------------------------------------------------------------
