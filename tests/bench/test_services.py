@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.caches import eventually
 from tests.cli.processes import environment
 
+from kvstrata.bench.fleet import Member, remove_leftovers
 from kvstrata.bench.fleet import environment as bench_environment
-from kvstrata.bench.fleet import remove_leftovers
 
 PROGRAM = """
 import os, signal, sys
@@ -23,6 +23,22 @@ process = start_service("valkey", deployment("kvstrata-remote", model, Path(sys.
 print(process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_a_server_of_which_one_thread_is_left_to_end_is_none(tmp_path: Path) -> None:
+    """As one that was killed may be for a while: a zombie without an exit status."""
+    text = "import ctypes, threading; threading.Thread(target=input).start()"
+    text += "; print(flush=True); ctypes.CDLL(None).pthread_exit(None)"
+    command = [sys.executable, "-c", text]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    member = Member.__new__(Member)  # without an engine
+    member._service, member._server_pids = process, [1]
+    assert process.stdout
+    process.stdout.readline()
+    eventually(lambda: member.server_pids == {1}, "it is still a server")
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
 
 
 def test_a_server_beside_the_engines_does_not_outlive_a_bench_that_is_killed(

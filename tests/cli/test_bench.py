@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.progress
 from tests.cli.processes import kvstrata
 from typer.testing import CliRunner
 
@@ -138,17 +139,22 @@ def test_a_run_that_is_told_to_end_leaves_no_files(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_without_a_terminal_each_round_is_a_line(
+def test_the_bar_moves_within_rounds_and_without_a_terminal_each_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shares: list[float] = []
+
     def go(session: Session) -> None:
         session.progress.say("chat, round 2: chat")
+        session.progress.advance(0.25)
         session.progress.end_round()
 
     arguments = finished_run(tmp_path / "run", as_meant=True)
     monkeypatch.setattr(Session, "go", go)
+    monkeypatch.setattr(rich.progress.Progress, "advance", lambda *given: shares.append(given[-1]))
     result = CliRunner().invoke(app, [*arguments, "--rounds", "2"])
     assert result.exit_code == 0, result.output
+    assert shares == [0.25]
     assert "chat, round 2: chat: 3 of 4 rounds\n" in result.stderr
 
 

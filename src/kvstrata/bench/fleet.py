@@ -118,10 +118,6 @@ class Member:
         give_up = time.monotonic() + _KILL_SECONDS
         while any(map(is_alive, killed)) and time.monotonic() < give_up:
             time.sleep(0.01)
-        if self._service is not None and self._service.pid in killed:
-            # A zombie has not ended as long as the kernel takes the memory of its other threads.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._service.wait(_KILL_SECONDS)
         self._server_pids = []
 
     @property
@@ -133,8 +129,10 @@ class Member:
     def server_pids(self) -> set[int]:
         """As they were when ``counters`` was asked last; a service that has ended is none."""
         service = self._service
-        living = [] if service is None or service.poll() is not None else [service.pid]
-        return {*living, *self._server_pids}
+        if service is None or service.poll() is not None:
+            return set(self._server_pids)
+        # A killed one has an exit status only when the last of its threads has ended.
+        return {*filter(is_alive, [service.pid]), *self._server_pids}
 
     @property
     def has_ended(self) -> bool:

@@ -46,7 +46,7 @@ class Progress(Protocol):
         ...
 
     def end_round(self) -> None:
-        """All of it is."""
+        """A round of one workload is done."""
         ...
 
 
