@@ -8,8 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 __all__ = ["attend_by_position", "most_attention"]
 
 _PROBES_AT_ONCE: Final = 64
-_CPU_PROBES_AT_ONCE: Final = 32  # at least
-_CPU_PRODUCTS_AT_ONCE: Final = 1 << 17  # 512 KiB, which stay in a core's cache
+_CPU_PROBES_AT_ONCE: Final = 16  # at least: fewer are slower to multiply
+_CPU_PRODUCTS_AT_ONCE: Final = 1 << 18  # 1 MiB, as a core's cache often has
 _PRODUCTS_AT_ONCE: Final = 1 << 25  # on a GPU: 128 MiB
 
 _Parts = list[tuple[slice, torch.Tensor]]  # which tokens some probes reach, and their mask
