@@ -181,22 +181,24 @@ def test_any_traffic_gives_right_tokens_from_right_pages(
 
 @ANY_KIND
 def test_the_device_cache_is_asked_for_every_group(bench: Bench, kind: str) -> None:
-    """What vLLM itself finds of a prompt, and about what the probe says, as the cache is reused."""
+    """What vLLM itself finds of a prompt the probe says, too, as the cache is reused in vLLM's order."""
     engine = bench.engine(**KINDS[kind])
+    engine.half._saves._held._limit = 0  # or blocks would be free in the order in which saves end
     tokens = prompt(1, 150)
     engine.serve("a", tokens, 2)
     find = engine.scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
-    found, wrong = list[int](), 0
+    found, wrong = list[int](), list[tuple[int, int]]()
     for block in engine.pool.free_block_queue.get_all_free_blocks():
         for length in (33, 100, 150):
             request = _request(engine, tokens[:length])
             _, hit, _ = find(request.block_hashes, length)
             probe = engine.half._math.cached_on_device(request, engine.pool)
             found.append(hit)
-            wrong += abs(probe - hit) >= TOKENS
+            if abs(probe - hit) >= TOKENS:
+                wrong.append((probe, hit))
         engine.pool.evict_blocks({block.block_id})
     assert {0, 144} <= {hit // TOKENS * TOKENS for hit in found}
-    assert wrong <= len(found) // 20
+    assert wrong == []
 
 
 def _request(engine: Engine, tokens: list[int]) -> Any:
