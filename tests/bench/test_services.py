@@ -25,20 +25,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_server_of_which_one_thread_is_left_to_end_is_none(tmp_path: Path) -> None:
+def test_a_server_of_which_one_thread_is_left_to_end_is_none() -> None:
     """As one that was killed may be for a while: a zombie without an exit status."""
-    text = "import ctypes, threading; threading.Thread(target=input).start()"
-    text += "; print(flush=True); ctypes.CDLL(None).pthread_exit(None)"
-    command = [sys.executable, "-c", text]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    text = "import ctypes, threading; threading.Thread(target=input).start(); "
+    text += "ctypes.CDLL(None).pthread_exit(None)"
     member = Member.__new__(Member)  # without an engine
-    member._service, member._server_pids = process, [1]
-    assert process.stdout
-    process.stdout.readline()
-    eventually(lambda: member.server_pids == {1}, "it is still a server")
-    assert process.poll() is None
-    process.kill()
-    process.communicate()
+    with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE) as process:
+        member._service, member._server_pids = process, [1]
+        try:
+            assert member.server_pids == {1, process.pid}
+            eventually(lambda: member.server_pids == {1}, "it is still a server")
+            assert process.poll() is None
+        finally:
+            process.kill()
 
 
 def test_a_server_beside_the_engines_does_not_outlive_a_bench_that_is_killed(

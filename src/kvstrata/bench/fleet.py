@@ -129,10 +129,10 @@ class Member:
     def server_pids(self) -> set[int]:
         """As they were when ``counters`` was asked last; a service that has ended is none."""
         service = self._service
-        if service is None or service.poll() is not None:
+        # One that was killed has an exit status only when the last of its threads has ended.
+        if service is None or service.poll() is not None or not is_alive(service.pid):
             return set(self._server_pids)
-        # A killed one has an exit status only when the last of its threads has ended.
-        return {*filter(is_alive, [service.pid]), *self._server_pids}
+        return {service.pid, *self._server_pids}
 
     @property
     def has_ended(self) -> bool:

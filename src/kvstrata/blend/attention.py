@@ -7,10 +7,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = ["attend_by_position", "most_attention"]
 
-_PROBES_AT_ONCE: Final = 64
-_CPU_PROBES_AT_ONCE: Final = 16  # at least: fewer are slower to multiply
-_CPU_PRODUCTS_AT_ONCE: Final = 1 << 18  # 1 MiB, as a core's cache often has
-_PRODUCTS_AT_ONCE: Final = 1 << 25  # on a GPU: 128 MiB
+# At a time:
+_MOST_PROBES: Final = 64
+_LEAST_CPU_PROBES: Final = 16  # fewer are slower to multiply
+_CPU_PRODUCTS: Final = 1 << 18  # 1 MiB, as a core's cache often has
+_GPU_PRODUCTS: Final = 1 << 25  # 128 MiB
 
 _Parts = list[tuple[slice, torch.Tensor]]  # which tokens some probes reach, and their mask
 
@@ -68,11 +69,11 @@ def most_attention(
     most = torch.zeros(tokens, device=keys.device)
     by_group = queries.float().mul(scale).transpose(0, 1).unflatten(0, (kv_heads, -1))
     if keys.device.type == "cpu":
-        look, least, fitting = _look_by_head, _CPU_PROBES_AT_ONCE, _CPU_PRODUCTS_AT_ONCE // tokens
+        look, least, fitting = _look_by_head, _LEAST_CPU_PROBES, _CPU_PRODUCTS // tokens
     else:
         look, least = _look_in_all_heads, 1
-        fitting = _PRODUCTS_AT_ONCE // (queries.shape[1] * tokens)
-    at_once = min(_PROBES_AT_ONCE, max(least, fitting))
+        fitting = _GPU_PRODUCTS // (queries.shape[1] * tokens)
+    at_once = min(_MOST_PROBES, max(least, fitting))
     look(most, by_group, keys.float(), _parts(probes, at_once, keys, window))
     return most
 
