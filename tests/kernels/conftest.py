@@ -5,6 +5,8 @@ So they run in a process of their own, with TRITON_INTERPRET=1 where there is no
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -20,6 +22,19 @@ def device() -> object:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def in_bounds() -> Iterator[None]:
+    """Interpreted kernels of blending touch nothing but the tensors that they are given.
+
+    Those of transfers are given addresses, of which the interpreter knows no end.
+    """
+    from tests.kernels.bounds import kept_to_what_is_given
+    from triton import knobs
+
+    with kept_to_what_is_given() if knobs.runtime.interpret else nullcontext():
+        yield
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,6 +15,8 @@ from kvstrata.blend import attend_triton
 from kvstrata.blend.attend_triton import PagedKV, Tile, attend
 from kvstrata.core.errors import ConfigError, InvariantViolated
 
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 

@@ -14,6 +14,8 @@ from kvstrata.blend.move_triton import Moves, Rope, move_tokens
 from kvstrata.blend.position import PositionCorrector
 from kvstrata.core.errors import InvariantViolated
 
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
 POSITIONS = 64
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,6 +16,8 @@ from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.pages import PageMap, Queries, TokenPages
 from kvstrata.integration.vllm.blend.strided import StridedPages, Strides
 
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
 SIZE, POSITIONS, PAGES = 8, 300, 5
 
 
