@@ -26,10 +26,10 @@ class Lead:
     contender: str
     figure: str
     own: str
-    peers: tuple[tuple[str, str], ...]  # title and figure of each
+    peers: tuple[tuple[str, str, float], ...]  # title, figure and by how much, as rounds have it
 
     def __str__(self) -> str:
-        peers = ", ".join(f"{title} {figure}" for title, figure in self.peers)
+        peers = ", ".join(f"{title} {figure}: {ratio:.2f}" for title, figure, ratio in self.peers)
         return f"{self.figure} {self.own} ({peers})"
 
 
@@ -66,13 +66,13 @@ def _lead(
     ahead = []
     for peer in peers:
         theirs = _by_round(compared, rounds, peer)
-        if _is_ahead(compared, ours, theirs):
-            ahead.append((statistics.median(theirs.values()), peer))
+        if ratio := _is_ahead_by(compared, ours, theirs):
+            ahead.append((statistics.median(theirs.values()), peer, ratio))
     if not ahead:
         return None
     ahead.sort(key=itemgetter(0), reverse=compared.more_is_better)
     figure = compared.show(statistics.median(ours.values()))
-    named = ((CONTENDERS[peer].title, compared.show(value)) for value, peer in ahead)
+    named = ((CONTENDERS[peer].title, compared.show(value), ratio) for value, peer, ratio in ahead)
     return Lead(own, compared.title, figure, tuple(named))
 
 
@@ -81,12 +81,17 @@ def _by_round(compared: _Compared, rounds: Sequence[Round], name: str) -> dict[i
     return {n: value for n, value in found.items() if value is not None}
 
 
-def _is_ahead(compared: _Compared, own: Mapping[int, float], theirs: Mapping[int, float]) -> bool:
+def _is_ahead_by(
+    compared: _Compared, own: Mapping[int, float], theirs: Mapping[int, float]
+) -> float | None:
+    """The median of the ratios within rounds, worse to better; None where they are not ahead."""
     pairs = [(own[number], theirs[number]) for number in own.keys() & theirs.keys()]
     if compared.more_is_better:
         pairs = [(theirs, own) for own, theirs in pairs]
     ratios = [worse / better for worse, better in pairs if better > 0]
-    return bool(ratios) and min(ratios) > 1 and statistics.median(ratios) > _MARGIN
+    if not ratios or min(ratios) <= 1 or statistics.median(ratios) <= _MARGIN:
+        return None
+    return statistics.median(ratios)
 
 
 def _cpu_seconds(figures: Figures) -> float | None:

@@ -138,7 +138,10 @@ def _where_a_peer_is_ahead(results: Results, workload: str) -> list[str]:
         return []
     titles = [_line(["step", "engine", "a peer is ahead in"]), _line(["---"] * 3)]
     where = "every round" if most >= _MANY_ROUNDS else f"{most} round{'s' if most > 1 else ''}"
-    medians = "Figures here are medians of the rounds, above of all answers"
+    medians = (
+        "Figures here are medians of the rounds, above of all answers; "
+        "behind a peer's stands the median of the ratios to it"
+    )
     return [f"In {where}, and by more than 5 %. {medians}:", "", *titles, *rows, ""]
 
 
