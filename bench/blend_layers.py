@@ -2,6 +2,7 @@
 
     python -m bench.blend_layers                                   # the shipped model
     python -m bench.blend_layers --model MODEL --prompts prompts.jsonl
+    python -m bench.blend_layers --rule hkvd
 
 A line of the file is a prompt: {"documents": [...], "question": ...}, each a text or token ids. An
 engine is started for each pair of neighbouring layers; it computes each document once, elsewhere, and
@@ -27,6 +28,7 @@ from kvstrata.bench.fleet import environment
 
 __all__ = ["Found", "Prompt", "best", "pairs", "read_prompts", "shipped_prompts", "table"]
 
+RULES: Final = ("two_round_query", "query", "hkvd")  # hkvd looks at the second of a pair
 MOST_PAIRS: Final = 8
 DOCUMENTS: Final = 6
 _SAME: Final = 1.1  # divergences that differ by less are taken for equal
@@ -101,6 +103,7 @@ def measure(order: dict[str, Any]) -> Found:
 
     settings = {
         "tiers": "host:1GiB",
+        "blend_rule": order["rule"],
         "blend_scored_layers": order["layers"],
         "blend_chunk_size": order["chunk_tokens"],
         "recompute_ratio": order["ratio"],
@@ -183,6 +186,7 @@ def order_of(options: argparse.Namespace) -> dict[str, Any]:
         ),
         "chunk_tokens": 16 if shipped else 64,
         "ratio": options.ratio,
+        "rule": options.rule,
         "before": [BOS] if shipped else [],
         "behind": [FILLER] * 32 if shipped else [0] * 128,  # whole blocks of documents are saved
         "engine": {"max_model_len": 512, "block_size": 32} if shipped else {},
@@ -195,6 +199,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, help="of a model of yours")
     parser.add_argument("--count", type=int, default=64, help="prompts of the shipped model")
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute_ratio")
+    parser.add_argument("--rule", default=RULES[0], choices=RULES, help="blend_rule")
     parser.add_argument("--layers", nargs="+", help="choices to try, as 3,4; default: pairs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)

@@ -295,7 +295,7 @@ ROWS: Final = (
                         + rate("kvstrata_blend_audits_total"),
                         "another token",
                     ),
-                    Query(total("kvstrata_blend_switched_off"), "engines switched off"),
+                    Query(total("kvstrata_blend_switched_off"), "salts switched off"),
                 ),
             ),
         ),

@@ -28,14 +28,17 @@ def test_steps_are_timed_by_kind_and_only_within(monkeypatch: pytest.MonkeyPatch
     assert StepRunner.run is untimed
 
 
-@pytest.mark.parametrize(("choose", "word"), [(0.05, "met "), (0.051, "NOT met")])
-def test_shares_are_medians_of_those_of_each_pair(choose: float, word: str) -> None:
+@pytest.mark.parametrize(
+    ("choose", "word", "met"), [(0.05, "met ", True), (0.051, "NOT met", False)]
+)
+def test_shares_are_medians_of_those_of_each_pair(choose: float, word: str, met: bool) -> None:
     whole = [1.0, 2.0, 1.0]
     blended = [
         {"choose": choose * seconds, "recompute": 0.1 * seconds, "all": 0.2 * seconds}
         for seconds in whole
     ]
-    text = report(whole, blended)
+    text, is_met = report(whole, blended)
     assert "| whole prefill | 1000 | |" in text
     assert "| recomputing | 100.0 | 0.100 |" in text
     assert text.splitlines()[-1].startswith(word)
+    assert is_met == met

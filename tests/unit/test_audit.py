@@ -3,23 +3,24 @@
 import numpy as np
 import pytest
 
+from kvstrata.blend import audit
 from kvstrata.blend.audit import Audit, Auditor, compare
 from kvstrata.core.errors import ConfigError
 
 
 def test_equal_distributions_do_not_diverge() -> None:
     logits = np.random.default_rng(1).normal(size=1000).astype(np.float32)
-    audit = compare(logits, logits + 3)
-    assert audit.agrees
-    assert audit.divergence == pytest.approx(0.0, abs=1e-6)
+    found = compare(logits, logits + 3)
+    assert found.agrees
+    assert found.divergence == pytest.approx(0.0, abs=1e-6)
 
 
 def test_divergence_is_that_of_kullback_and_leibler() -> None:
     exact, blended = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
     expected = 0.5 * np.log(2) + 0.25 * np.log(0.5)
-    audit = compare(exact, blended)
-    assert not audit.agrees
-    assert audit.divergence == pytest.approx(expected)
+    found = compare(exact, blended)
+    assert not found.agrees
+    assert found.divergence == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("broken", [np.nan, -np.inf])
@@ -41,30 +42,95 @@ def test_the_share_of_requests_is_audited() -> None:
     assert all(Auditor(1.0, 1.0).wants_next() for _ in range(1000))
 
 
+GOOD, BAD = Audit(0.1, agrees=True), Audit(2.0, agrees=False)
+
+
 def test_eight_audits_that_diverge_too_far_are_enough_and_seven_are_not() -> None:
     auditor = Auditor(1.0, 0.5)
     for _ in range(7):
-        auditor.add(Audit(2.0, agrees=False))
-        assert not auditor.has_failed
-    auditor.add(Audit(2.0, agrees=False))
-    assert auditor.has_failed
+        auditor.add("", BAD)
+        assert not auditor.has_failed("")
+    auditor.add("", BAD)
+    assert auditor.has_failed("")
+    assert auditor.failed_salts == 1
 
 
 def test_one_bad_audit_among_many_good_ones_is_none() -> None:
     auditor = Auditor(1.0, 0.5)
     for i in range(200):
-        auditor.add(Audit(10.0 if i % 32 == 31 else 0.1, agrees=True))
-    assert not auditor.has_failed
-    assert auditor.mean_divergence == pytest.approx((10 + 31 * 0.1) / 32)
+        auditor.add("", Audit(10.0 if i % 32 == 31 else 0.1, agrees=True))
+    assert not auditor.has_failed("")
+    assert auditor.mean_divergence("") == pytest.approx((10 + 31 * 0.1) / 32)
 
 
 def test_what_has_failed_stays_so_until_it_begins_again() -> None:
     auditor = Auditor(1.0, 0.5)
     for divergence in [2.0] * 8 + [0.0] * 100:
-        auditor.add(Audit(divergence, agrees=True))
-    assert auditor.has_failed
+        auditor.add("", Audit(divergence, agrees=True))
+    assert auditor.has_failed("")
     auditor.begin_again()
-    assert (auditor.has_failed, auditor.mean_divergence) == (False, 0.0)
+    assert (auditor.has_failed(""), auditor.mean_divergence("")) == (False, 0.0)
+
+
+def test_one_salt_that_fails_leaves_the_others_as_they_are() -> None:
+    auditor = Auditor(1.0, 0.5)
+    for _ in range(8):
+        auditor.add("bad", BAD)
+        auditor.add("good", GOOD)
+    for salt in ("few", "fewer"):
+        auditor.add(salt, BAD)
+    assert [each for each in ("bad", "good", "few", "new", "") if auditor.has_failed(each)] == [
+        "bad"
+    ]
+    assert auditor.failed_salts == 1
+
+
+def test_salts_of_few_audits_are_judged_together_and_half_of_them_decide() -> None:
+    auditor = Auditor(1.0, 0.5)
+    for _ in range(8):
+        auditor.add("known", GOOD)
+    for number in range(4):
+        auditor.add(f"good {number}", GOOD)
+    for number in range(4):
+        auditor.add(f"bad {number}", Audit(0.8, agrees=False))
+        assert not auditor.has_failed("new")  # of eight the middle lies between 0.1 and 0.8
+    auditor.add("good 0", BAD)
+    assert auditor.has_failed("new")
+    assert auditor.has_failed("good 1")
+    assert not auditor.has_failed("known")
+    assert auditor.failed_salts == 8
+    auditor.begin_again()
+    assert not auditor.has_failed("new")
+
+
+def test_one_salt_with_many_bad_audits_does_not_decide_for_those_of_few() -> None:
+    auditor = Auditor(1.0, 0.5)
+    for number in range(9):
+        auditor.add(f"good {number}", GOOD)
+        for _ in range(40):
+            auditor.add("bad", BAD)
+    assert auditor.has_failed("bad")
+    assert not auditor.has_failed("good 3")
+
+
+def test_so_many_salts_are_remembered_and_those_that_have_failed_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audit, "_MOST_SALTS", 20)
+    auditor = Auditor(1.0, 0.5)
+    for _ in range(8):
+        auditor.add("bad", BAD)
+        auditor.add("good", GOOD)
+    for number in range(30):
+        auditor.add(f"other {number}", GOOD)
+    assert auditor.has_failed("bad")
+    assert auditor.mean_divergence("good") == 0.0
+    for number in range(30):
+        for _ in range(8):
+            auditor.add(f"worse {number}", BAD)
+        assert auditor.has_failed(f"worse {number}")
+    assert auditor.failed_salts == 20
+    assert auditor.mean_divergence("bad") == 0.0
 
 
 @pytest.mark.parametrize(("share", "most"), [(1.5, 1.0), (-0.1, 1.0), (0.1, 0.0)])

@@ -172,6 +172,8 @@ def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject,
     counts["preemptions"] = round(after["vllm:num_preemptions"] - before["vllm:num_preemptions"])
     print(f"part {part}: {MIXES} mixes, {dict(counts)}, KL at most {most:.1g}")  # noqa: T201 - for pytest -rP
     subject.rng = rng
+    seen = ("exact", "everything computed anew", "blended, then exact", "aborted", "preemptions")
+    assert [each for each in seen if not counts[each]] == []
 
 
 def test_nothing_is_saved_of_a_request_that_is_aborted_while_it_is_blended(
@@ -214,16 +216,22 @@ def test_audits_find_how_far_answers_are_and_stop_what_is_too_far(
         ask = subject.ask(subject.prompt(2, 3), {"ratio": 0.0})
         oracle.check([ask], subject.run([ask]))
         assert subject.count("requests_total", "switched_off") == 1
+        tenant_is_blended(subject, (0, 1))  # whose audits are its own
+        assert subject.count("switched_off") == 1
 
         subject.engine.reset_prefix_cache(connector=True)
-        for document in subject.documents:
-            salted = Ask(f"of-{len(document)}", document, 4, salt="tenant")
-            subject.run([salted])
-        subject.engine.reset_prefix_cache()
+        tenant_is_blended(subject, (1, 2))
         assert subject.count("switched_off") == 0
-        prompt = subject.prompt(1, 2)
-        salted = Ask("salted", prompt, 4, salt="tenant")
-        assert subject.run([salted])["salted"].cached_tokens == whole_blocks(prompt)
+
+
+def tenant_is_blended(subject: Subject, documents: tuple[int, int]) -> None:
+    """Also where all others have been switched off."""
+    for document in subject.documents:
+        subject.run([Ask(f"of-{len(document)}", document, 4, salt="tenant")])
+    subject.engine.reset_prefix_cache()
+    prompt = subject.prompt(*documents)
+    salted = Ask("salted", prompt, 4, salt="tenant")
+    assert subject.run([salted])["salted"].cached_tokens == whole_blocks(prompt)
 
 
 def test_a_later_turn_reuses_a_question_and_an_answer_behind_reused_documents(

@@ -205,6 +205,29 @@ def test_a_ratio_in_the_settings_is_said_to_change_nothing_where_the_rule_has_it
     assert caplog.text.count("which changes nothing") == said
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "followed_by"),
+    [
+        ("recompute_boundary", 5, {"boundary"}),
+        ("recompute_first_tokens", 2, {"two_round_query", "query", "hkvd", "random"}),
+        ("blend_scored_layers", [0], {"two_round_query", "query", "hkvd"}),
+    ],
+)
+def test_a_setting_that_the_rule_does_not_go_by_is_said_to_change_nothing(
+    bench: Bench,
+    caplog: pytest.LogCaptureFixture,
+    setting: str,
+    value: object,
+    followed_by: set[str],
+) -> None:
+    for rule in ("two_round_query", "query", "hkvd", "boundary", "random", "full"):
+        caplog.clear()
+        bench.engine(connector=BlendConnector, blend_rule=rule, **{setting: value})
+        told = f"{setting} is set, which changes nothing: blend_rule is {rule}"
+        assert caplog.text.count(told) == (rule not in followed_by)
+        assert caplog.text.count("which changes nothing") == (rule not in followed_by)
+
+
 def test_a_prompt_that_is_too_short_to_be_worth_it_is_not_searched(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -486,3 +486,56 @@ def test_both_ranks_choose_what_deviates_most_over_the_heads_of_both(two_ranks: 
     one, other = two_ranks.run(run)
     assert one == other
     assert one == [[*range(32, 192)], [*range(32, 36), *range(60, 64), *range(72, 192)]]
+
+
+@dataclass
+class AttendingHeads:
+    """The model of a rank that has one head, all of whose queries are 1."""
+
+    products: torch.Tensor  # (token,), of each query with that key
+    ranks: Any
+    tokens: int = BLOCK_TOKENS
+    forwards: list[list[int]] = field(default_factory=list)  # positions of one prompt
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def run(self, parts: Any) -> None:
+        torch.distributed.all_reduce(torch.zeros(7), group=self.ranks.cpu_group)
+        (part,) = parts
+        self.forwards.append(part.positions.tolist())
+        self.queries[0] = torch.ones(len(part.positions), 1, 1)
+
+    def read_keys(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self.products[:, None, None]
+
+    def runner(self) -> StepRunner:
+        model: Any = self
+        layer: Any = SimpleNamespace(
+            sliding_window=None, head_size=1, impl=SimpleNamespace(scale=1.0)
+        )
+        taps: Any = SimpleNamespace(until=lambda last, wanted: nullcontext(self.queries))
+        return StepRunner(model, [model], [layer], taps, (0,), self.ranks)
+
+
+def test_both_ranks_choose_in_both_rounds_what_any_head_of_either_attends_to_most(
+    two_ranks: TwoRanks,
+) -> None:
+    """Of tokens 32 to 71, beyond the first four: 10 %, which are 4. By itself neither would choose so."""
+    of_rank = torch.zeros(2, 200)
+    of_rank[0, [40, 41, 42, 43]] = torch.tensor([8.0, 8.0, 7.0, 7.0])
+    of_rank[1, [50, 51]] = 9.0
+
+    def run(rank: int, ranks: Any) -> list[list[int]]:
+        heads = AttendingHeads(of_rank[rank], ranks)
+        runner: Any = heads.runner()
+        worker = worker_of(runner, ranks, rule=lambda ratio: TwoRoundQueryRule(0.1))
+        worker.begin(request("one", 1), SERVER)
+        (ended,) = worker.advance(SLOTS, 1000, 1000)
+        assert ended.whole
+        return heads.forwards
+
+    one, other = two_ranks.run(run)
+    assert one == other
+    asked, second, recomputed = one
+    assert asked == [*range(32, 36), *range(72, 200)]
+    assert second == [50, 51]
+    assert recomputed == [*range(32, 36), 40, 41, 50, 51, *range(72, 192)]

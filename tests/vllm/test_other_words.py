@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvstrata.integration.vllm.blend.connector import BlendConnector
 from kvstrata.integration.vllm.connector import KVStrataConnector
 
 
@@ -50,6 +51,13 @@ def test_the_name_that_the_page_changes_leads_vllm_from_ucm_to_us() -> None:
     assert KVConnectorFactory.get_connector_class(KVTransferConfig(**after)) is KVStrataConnector
     with pytest.raises(ModuleNotFoundError, match="ucm"):
         KVConnectorFactory.get_connector_class(KVTransferConfig(**before))
+
+
+@pytest.mark.parametrize("name", ["BlendConnector", "UCMBlendConnector"])
+def test_the_blending_connector_is_found_where_ucm_has_it(name: str) -> None:
+    path = "kvstrata.integration.vllm.blend_connector"
+    found = KVTransferConfig(kv_connector=name, kv_connector_module_path=path, kv_role="kv_both")
+    assert KVConnectorFactory.get_connector_class(found) is BlendConnector
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_blending_all_of_a_prompt_gives_what_vllm_alone_answers(subject: Subject
 
 
 def test_exact_and_blended_requests_share_the_engine(subject: Subject) -> None:
-    """The default rule scores over both workers; one that chose otherwise would hang the engine."""
+    """The default rule scores over both workers (test_blend_worker.py has what it chooses then)."""
     asks = []
     for i in range(10):
         blend = [False, True, {"ratio": 1.0}, {"ratio": 0.3}, {"ratio": 0.0}][i % 5]

@@ -1,7 +1,8 @@
 """Blended answers beside exact ones, on a sample of the requests: is the model still itself?"""
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
+from statistics import fmean, median
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ __all__ = ["Audit", "Auditor", "compare"]
 
 _WINDOW: Final = 32  # audits that count
 _LEAST: Final = 8  # before anything is judged by them
+_MOST_SALTS: Final = 1024  # beyond which the audits of one are forgotten
 _FARTHEST: Final = 100.0
 
 
@@ -33,14 +35,18 @@ def compare(exact: NDArray[np.floating], blended: NDArray[np.floating]) -> Audit
 
 
 class Auditor:
-    """Chooses whom to audit, and judges."""
+    """Chooses whom to audit, and judges each salt by the audits of its own requests.
+
+    A salt of which too little is known is judged with all others of that kind, so that many that
+    ask seldom are judged, too, and one among them does not decide for the rest.
+    """
 
     def __init__(self, share: float, most_divergence: float, *, seed: int | None = None) -> None:
         """
         Args:
             share: Of the blended requests that is audited.
-            most_divergence: Mean over the last 32 audits, of 8 at least, above which blending has
-                to stop.
+            most_divergence: Above which blending has to stop: for a salt its mean over the last 32
+                audits, of 8 at least; for those with fewer, 8 at least, the median of their means.
             seed: Of the choice; by default another one every time.
         """
         if not 0 <= share <= 1 or not most_divergence > 0:
@@ -51,27 +57,52 @@ class Auditor:
         self._share = share
         self._most = most_divergence
         self._random = random.Random(seed)
-        self._last: deque[float] = deque(maxlen=_WINDOW)
-        self.has_failed = False
+        self._audits: OrderedDict[str, deque[float]] = OrderedDict()  # the latest audited last
+        self._failed: set[str] = set()
+        self._others_failed = False
 
     def wants_next(self) -> bool:
         """Whether the next blended request is to be audited."""
         return self._random.random() < self._share
 
-    def add(self, audit: Audit) -> None:
-        self._last.append(audit.divergence)
-        enough = len(self._last) >= _LEAST
-        self.has_failed = self.has_failed or (enough and self.mean_divergence > self._most)
+    def add(self, salt: str, audit: Audit) -> None:
+        audits = self._audits.setdefault(salt, deque(maxlen=_WINDOW))
+        self._audits.move_to_end(salt)
+        audits.append(audit.divergence)
+        if len(audits) >= _LEAST:
+            if self.mean_divergence(salt) > self._most:
+                self._failed.add(salt)
+        else:
+            others = [fmean(each) for each in self._audits.values() if len(each) < _LEAST]
+            enough = len(others) >= _LEAST
+            self._others_failed |= enough and median(others) > self._most
+        if len(self._audits) > _MOST_SALTS:
+            kept = self._failed | {salt}
+            oldest = next(iter(self._audits))
+            forgotten = next((each for each in self._audits if each not in kept), oldest)
+            del self._audits[forgotten]
+            self._failed.discard(forgotten)
+
+    def has_failed(self, salt: str) -> bool:
+        """Whether requests with *salt* are not to be blended any more."""
+        if len(self._audits.get(salt, ())) >= _LEAST:
+            return salt in self._failed
+        return self._others_failed
 
     @property
-    def mean_divergence(self) -> float:
-        """Over the last audits."""
-        return sum(self._last) / len(self._last) if self._last else 0.0
+    def failed_salts(self) -> int:
+        """How many are known for which blending has to stop."""
+        return sum(map(self.has_failed, self._audits))
+
+    def mean_divergence(self, salt: str) -> float:
+        """Over its last audits."""
+        return fmean(self._audits[salt]) if salt in self._audits else 0.0
 
     def begin_again(self) -> None:
         """What was found so far is of a cache that nobody uses any more."""
-        self._last.clear()
-        self.has_failed = False
+        self._audits.clear()
+        self._failed.clear()
+        self._others_failed = False
 
 
 def _log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:

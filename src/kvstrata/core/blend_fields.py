@@ -164,7 +164,8 @@ class BlendFields(BaseModel):
         gt=0,
         description=(
             "Mean divergence of the first token's distribution from the exact one, in nats, over the "
-            "last 32 audits, above which the engine blends no more until its cache is reset."
+            "last 32 audits of a cache salt, above which the engine blends its requests no more until "
+            "the cache is reset."
         ),
         examples=["0.5"],
     )

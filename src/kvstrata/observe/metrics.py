@@ -233,7 +233,7 @@ BLEND_REQUESTS: Final = Metric(
     "sender called approximate (tainted), no other KV of its tokens is known (no_run), blending would "
     "spare too few tokens (few_tokens, small_share), takes longer here than to compute prompts of this "
     "size (slower), the device blocks that it takes behind a sliding "
-    "window are not free (no_room), its audits have switched it off (switched_off), "
+    "window are not free (no_room), audits have switched it off for its salt (switched_off), "
     "or there is no cache server (no_server). Only in vLLM's metrics.",
     (
         "blended",
@@ -277,8 +277,8 @@ BLEND_DIVERGENCE: Final = Metric(
 )
 BLEND_OFF: Final = Metric(
     "kvstrata_blend_switched_off",
-    "1 when audits have found that answers diverge too far: nothing is blended until the cache is "
-    "reset. Only in vLLM's metrics.",
+    "How many cache salts, none being one of them, have had audits that diverge too far: their requests "
+    "are not blended until the cache is reset. Only in vLLM's metrics.",
     kind="gauge",
 )
 

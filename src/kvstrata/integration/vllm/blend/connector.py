@@ -26,11 +26,7 @@ from kvstrata.integration.vllm.blend.layers import token_pages
 from kvstrata.integration.vllm.blend.model import calling_model
 from kvstrata.integration.vllm.blend.nested import NestedForward
 from kvstrata.integration.vllm.blend.ropes import check_ropes, correctors
-from kvstrata.integration.vllm.blend.rules import (
-    layers_to_score,
-    rule_of,
-    why_not_followed,
-)
+from kvstrata.integration.vllm.blend.rules import layers_to_score, not_followed, rule_of
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.scorer import StepRunner
 from kvstrata.integration.vllm.blend.supported import refuse_engine
@@ -73,9 +69,8 @@ class BlendConnector(KVStrataConnector):
         altered_by: str | None,
     ) -> SchedulerHalf:
         refuse_engine(config, vllm_config, kv_cache_config)
-        ratio, is_set = config.recompute_ratio, "recompute_ratio" in config.model_fields_set
-        if is_set and (why := why_not_followed(config, ratio)) is not None:
-            _log.warning("recompute_ratio is %g, which changes nothing: %s", ratio, why)
+        for said in not_followed(config):
+            _log.warning("%s", said)
         return BlendScheduler(config, vllm_config, kv_cache_config, altered_by=altered_by)
 
     # -- scheduler process -------------------------------------------------------------------

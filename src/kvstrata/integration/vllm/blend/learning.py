@@ -11,7 +11,7 @@ from kvstrata.blend.source_index import BLENDED_GENERATION, EXACT_GENERATION, So
 from kvstrata.core.config import Config
 from kvstrata.core.keys import KeyArray
 from kvstrata.core.types import BlockKey, NamespaceId
-from kvstrata.integration.vllm.blend.wishes import can_be_reused
+from kvstrata.integration.vllm.blend.wishes import can_be_reused, salt_of
 from kvstrata.integration.vllm.blocks import BlockMath
 
 __all__ = ["Learning"]
@@ -108,4 +108,4 @@ class Learning:
 
 def _domain(request: Request, namespace: NamespaceId) -> bytes:
     """What else than its tokens and their places the KV of *request* depends on."""
-    return blake3(namespace + (request.cache_salt or "").encode()).digest()
+    return blake3(namespace + salt_of(request).encode()).digest()

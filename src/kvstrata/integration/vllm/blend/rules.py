@@ -1,5 +1,6 @@
 """The rule that the configuration names, for a model with so many layers."""
 
+from collections.abc import Iterator
 from typing import Final
 
 from kvstrata.blend.rules import (
@@ -15,9 +16,14 @@ from kvstrata.blend.selection import Rule
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["layers_to_score", "rule_of", "why_not_followed"]
+__all__ = ["layers_to_score", "not_followed", "rule_of", "why_not_followed"]
 
 _SEED: Final = 0  # the same on all ranks, and in every run
+_FOLLOWED_BY: Final = {
+    "recompute_boundary": ("boundary",),
+    "recompute_first_tokens": ("two_round_query", "query", "hkvd", "random"),
+    "blend_scored_layers": ("two_round_query", "query", "hkvd"),
+}
 _FIXED: Final = {"boundary": 0.0, "full": 1.0}  # ratios of the rules that choose no share
 
 
@@ -62,3 +68,16 @@ def why_not_followed(config: Config, ratio: float) -> str | None:
         f"blend_rule is {rule}, which always computes {'all' if rule == 'full' else computed}; take "
         "the ratio away, or set blend_rule to two_round_query, query, hkvd or random"
     )
+
+
+def not_followed(config: Config) -> Iterator[str]:
+    """Of each setting in *config* that its rule does not go by, that it changes nothing and why."""
+    ratio, rule = config.recompute_ratio, config.blend_rule
+    if "recompute_ratio" in config.model_fields_set and (why := why_not_followed(config, ratio)):
+        yield f"recompute_ratio is {ratio:g}, which changes nothing: {why}"
+    for name, rules in _FOLLOWED_BY.items():
+        if name in config.model_fields_set and rule not in rules:
+            yield (
+                f"{name} is set, which changes nothing: blend_rule is {rule}; take {name} away, or set "
+                f"blend_rule to {' or '.join(rules)}"
+            )

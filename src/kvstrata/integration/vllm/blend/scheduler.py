@@ -25,7 +25,7 @@ from kvstrata.integration.vllm.blend.lookups import RunLookup, RunSlots
 from kvstrata.integration.vllm.blend.metadata import BlendConnectorMeta, BlendRequestMeta
 from kvstrata.integration.vllm.blend.room import Room
 from kvstrata.integration.vllm.blend.rules import layers_to_score, rule_of
-from kvstrata.integration.vllm.blend.wishes import Wish, wish_of
+from kvstrata.integration.vllm.blend.wishes import Wish, salt_of, wish_of
 from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.compat import CacheHitSource
 from kvstrata.integration.vllm.engine_metrics import KVStrataStats
@@ -80,6 +80,7 @@ class _Running:
     reused_tokens: int
     spared_tokens: float  # of prefill, by the plan
     prefill_tokens: int  # that would be computed without blending
+    salt: str
     is_alone: bool  # all that its workers do meanwhile is done for it
     began_at: float  # of time.monotonic
     failed: bool = False
@@ -225,7 +226,7 @@ class BlendScheduler(SchedulerHalf):
             return "tainted"
         if self._results.get(request.request_id) == "failed":
             return "failed"
-        if self._auditor.has_failed:
+        if self._auditor.has_failed(salt_of(request)):
             return "switched_off"
         if first_token >= request.num_prompt_tokens - 1:
             return "no_run"
@@ -315,7 +316,7 @@ class BlendScheduler(SchedulerHalf):
                 self._link.submit(p.Cancel(running.task_ids))
             self._link.submit(p.Complete(running.task_ids))
         if running.audit is not None:
-            self._judge(running.audit)
+            self._judge(running, running.audit)
         if not running.failed:
             self._measure(running)
             spared = round(running.spared_tokens)
@@ -334,20 +335,25 @@ class BlendScheduler(SchedulerHalf):
             seconds = time.monotonic() - running.began_at
             self._payoff.took(running.prefill_tokens, seconds, running.prefill_tokens / rate)
 
-    def _judge(self, audit: Audit) -> None:
+    def _judge(self, running: _Running, audit: Audit) -> None:
         self._counted.add_counter(metrics.BLEND_AUDITS, ("same" if audit.agrees else "other",), 1)
         self._counted.add_counter(metrics.BLEND_DIVERGENCE, (), audit.divergence)
-        before = self._auditor.has_failed
-        self._auditor.add(audit)
-        if self._auditor.has_failed and not before:
-            self._counted.set_gauge(metrics.BLEND_OFF, (), 1)
-            _log.warning(
-                "nothing is blended any more: the first tokens of the last audited requests diverge "
-                "by %.3g nats on average, blend_audit_limit is %g; compute more anew "
-                "(recompute_ratio), and reset the cache or restart to blend again",
-                self._auditor.mean_divergence,
-                self._config.blend_audit_limit,
-            )
+        before = self._auditor.failed_salts
+        self._auditor.add(running.salt, audit)
+        failed = self._auditor.failed_salts
+        if failed <= before:
+            return
+        self._counted.set_gauge(metrics.BLEND_OFF, (), failed)
+        _log.warning(
+            "the first tokens of audited requests diverge by more than blend_audit_limit, %g nats, on "
+            "average; by %.3g those with the cache_salt of request %s (%s). Such requests are not "
+            "blended any more; compute more anew (recompute_ratio), and reset the cache or restart to "
+            "blend them again",
+            self._config.blend_audit_limit,
+            self._auditor.mean_divergence(running.salt),
+            running.request_id,
+            "a secret" if running.salt else "none",
+        )
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         tracked = self._requests.get(request.request_id)
@@ -498,6 +504,7 @@ class BlendScheduler(SchedulerHalf):
             reused,
             candidate.spared_tokens,
             plan.end - plan.exact_end,
+            salt_of(request),
             not awaits_step and self._is_alone(plan, loaded_tokens),
             time.monotonic(),
         )

@@ -11,7 +11,7 @@ from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.rules import why_not_followed
 from kvstrata.observe.seldom import SeldomWarning
 
-__all__ = ["Wish", "can_be_reused", "wish_of"]
+__all__ = ["Wish", "can_be_reused", "salt_of", "wish_of"]
 
 _log = logging.getLogger(__name__)
 _warn_of_ratio: Final = SeldomWarning(_log)
@@ -31,6 +31,11 @@ class Wish(NamedTuple):
 def can_be_reused(request: Request) -> bool:
     """Whether KV of *request* depends on nothing but tokens, their places and its salt."""
     return _kind(request) is None
+
+
+def salt_of(request: Request) -> str:
+    """Requests with the same one may reuse each other's KV; empty for all that have none."""
+    return request.cache_salt or ""
 
 
 def wish_of(request: Request, config: Config) -> Wish:
