@@ -57,13 +57,14 @@ def run(
 
 
 @functools.cache
-def compose() -> dict[str, Any]:
-    """The compose file as docker compose understands it: names filled in, paths absolute."""
-    file = str(DEPLOY / "compose" / "compose.yaml")
+def compose(*more: str) -> dict[str, Any]:
+    """The compose file, and *more* on top of it, as docker compose understands them: names filled in,
+    paths absolute.
+    """
+    files = [f"--file={DEPLOY / 'compose' / name}" for name in ("compose.yaml", *more)]
     done = run(
         tool("docker-compose"),
-        "-f",
-        file,
+        *files,
         "config",
         "--format=json",
         environment=COMPOSE_ENVIRONMENT,

@@ -132,6 +132,15 @@ def test_valkey_is_in_a_network_of_its_own_with_the_server() -> None:
     assert parse_bytes(asked) < int(services()["valkey"]["mem_limit"])
 
 
+def test_a_store_elsewhere_can_be_reached_where_that_is_asked_for() -> None:
+    reached, networks = compose("elsewhere.yaml"), compose()["networks"]
+    assert all(networks[name].get("internal") for name in services()["server"]["networks"])
+    assert not networks["default"].get("internal")
+    server = reached["services"]["server"]
+    assert set(server.pop("networks")) == {"cache", "monitoring", "default"}
+    assert server == {k: v for k, v in services()["server"].items() if k != "networks"}
+
+
 def test_our_containers_cannot_become_more_than_they_are() -> None:
     for name in ("server", "engine", "valkey"):
         assert services()[name]["cap_drop"] == ["ALL"]

@@ -43,7 +43,7 @@ def validated(file: Path) -> CompletedProcess[str]:
     return run(tool("kubernetes-validate"), "--strict", str(file))
 
 
-@pytest.mark.parametrize("name", kustomization()["resources"])
+@pytest.mark.parametrize("name", [*kustomization()["resources"], "elsewhere.yaml"])
 def test_the_schemas_of_kubernetes_know_every_kind_and_field(name: str) -> None:
     done = validated(FOLDER / name)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,6 +69,21 @@ def test_a_kind_or_field_that_nobody_knows_would_be_seen(
     file = tmp_path / "namespace.yaml"
     file.write_text(text.replace(right, wrong, 1))
     assert "passed for resource" not in validated(file).stdout
+
+
+def test_the_policy_for_a_store_elsewhere_is_of_servers_and_is_left_out_until_it_is_wanted(
+    tmp_path: Path,
+) -> None:
+    (policy,) = yaml.safe_load_all((FOLDER / "elsewhere.yaml").read_text())
+    servers = manifest("NetworkPolicy", "servers")
+    assert policy["spec"]["podSelector"] == servers["spec"]["podSelector"]
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(FOLDER, copy)
+    file = copy / "kustomization.yaml"
+    file.write_text(file.read_text().replace("  # - elsewhere.yaml", "  - elsewhere.yaml"))
+    names = [each["metadata"]["name"] for each in yaml.safe_load_all(built(copy).stdout)]
+    assert len(names) == len(manifests()) + 1
+    assert "elsewhere" in names
 
 
 def built(folder: Path) -> CompletedProcess[str]:
@@ -117,7 +132,7 @@ def test_kustomize_takes_the_images_that_are_commented_out(tmp_path: Path) -> No
 
 
 def test_every_file_is_applied_and_everything_is_in_one_namespace() -> None:
-    files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml", "elsewhere.yaml"}
     assert set(kustomization()["resources"]) == files
     assert kustomization()["resources"][0] == "namespace.yaml"
     for each in manifests()[1:]:
