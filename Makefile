@@ -78,10 +78,11 @@ gpu: ## Tests and benches on this machine's GPU, with the PyTorch of GPU_PYTHON 
 
 PROFILE ?= full
 OUTPUT ?= bench-results
+ROUNDS ?=
 # Installed for the one profile that runs it.
 LMCACHE := $(if $(filter full,$(PROFILE)),.venv/lmcache)
-bench: .venv $(LMCACHE:%=%/.installed) ## KVStrata beside its peers in vLLM: PROFILE full (an hour and more) or quick, into OUTPUT
-	$(BIN)/kvstrata bench --profile $(PROFILE) $(LMCACHE:%=--lmcache %) --output $(OUTPUT)
+bench: servers $(LMCACHE:%=%/.installed) ## KVStrata beside its peers in vLLM: PROFILE full (an hour and more) or quick, ROUNDS of each, into OUTPUT
+	$(BIN)/kvstrata bench --profile $(PROFILE) $(ROUNDS:%=--rounds %) $(LMCACHE:%=--lmcache %) --output $(OUTPUT)
 
 # In a folder of its own: it needs other versions of some packages than vLLM does.
 .venv/lmcache/.installed: bench/lmcache.lock .venv/.installed

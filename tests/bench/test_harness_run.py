@@ -232,6 +232,22 @@ def test_what_prompts_of_a_trace_share_is_shared_in_proportion(tmp_path: Path) -
     assert due == [0.0, pytest.approx((due[2] or 0.0) / 4), due[2]]
 
 
+def test_answers_of_a_trace_are_as_much_shorter_as_its_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    answers = [0, 100, 400, 1_000_000]
+    rows = [
+        {"timestamp": n, "input_length": 1536, "output_length": each, "hash_ids": [n, 2, 3]}
+        for n, each in enumerate(answers)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (step,) = workloads(path)["trace"].steps(random.Random(0), SCALE)
+    turns = [talk.turns[0] for talk in step.traffic.conversations]
+    factor = len(turns[0].tokens) / 1536
+    expected = [1, round(100 * factor), round(400 * factor), SCALE.most_tokens // 2]
+    assert [turn.answer_tokens for turn in turns] == pytest.approx(expected, abs=1)
+    assert len(turns[3].tokens) + turns[3].answer_tokens == SCALE.most_tokens
+
+
 def test_an_event_log_is_no_trace_to_replay(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     log.write_text("not a trace\n")

@@ -58,6 +58,9 @@ class Contender:
         return tier == self.tier and (longest is None or tokens <= longest)
 
 
+_OWN_COPIES: Final = (
+    "on a CPU, where vLLM has none, its copies between device and host are the bench's"
+)
 CONTENDERS: Final = {
     "none": Contender("no connector"),
     "roomy": Contender(
@@ -72,11 +75,11 @@ CONTENDERS: Final = {
     "kvstrata-disk": Contender("KVStrata, disk", "disk"),
     "kvstrata-remote": Contender("KVStrata, Valkey", "remote", "valkey"),
     "kvstrata-blend": Contender("KVStrata, blended", "host", blends=True),
-    "native": Contender("vLLM tiering", "host"),
+    "native": Contender("vLLM tiering", "host", remark=_OWN_COPIES),
     "native-disk": Contender(
         "vLLM tiering, fs",
         "disk",
-        remark="reads past the page cache, too, where the file system can, and checks nothing",
+        remark=f"{_OWN_COPIES}; reads past the page cache, too, where the file system can, and checks nothing",
     ),
     # It stores no more than the first step computes (max_num_batched_tokens, 2048 on a CPU), and the
     # engine dies of the load.

@@ -106,7 +106,8 @@ def _head(about: About) -> str:
 
 def _times(f: Figures) -> list[str]:
     firsts = (f.first_token_median, f.first_token_least, f.first_token_p99, f.first_token_most)
-    peer = "" if f.to_best_peer is None else f"{f.to_best_peer:.2f} ({f.best_peer})"
+    title = CONTENDERS[f.best_peer].title if f.best_peer else ""
+    peer = "" if f.to_best_peer is None else f"{f.to_best_peer:.2f} ({title})"
     counts = [str(f.answers), *(str(count or "") for count in (f.failures, f.differing))]
     silent = "" if f.silent_most is None else f"{f.silent_most:.1f}"
     return [*counts, *map(_ms, firsts), _ratio(f.to_cold), peer, _ratio(f.to_limit), silent]

@@ -91,6 +91,7 @@ class IdTrace:
                 row.timestamp * numbers.seconds_per_unit,
                 row.input_length,
                 blocks[ids_per_block - 1 :: ids_per_block],
+                output_tokens=row.output_length,
             )
 
     def _wrong_ids(self, number: int, row: _Row) -> ConfigError:

@@ -116,7 +116,7 @@ class SpoolWriter:
         self._identities.close()
 
     def add(self, request: Request, device_blocks: int) -> None:
-        arrival_seconds, input_tokens, blocks, kind, first_block, parent = request
+        arrival_seconds, input_tokens, blocks, kind, first_block, parent, _ = request
         self._waiting.append(
             (arrival_seconds, parent, input_tokens, len(blocks), device_blocks, first_block, kind)
         )

@@ -30,6 +30,7 @@ class Request(NamedTuple):
     kind: Kind = Kind.PROMPT
     first_block: int = 0  # blocks of the prompt before ``blocks``
     parent: int = NO_PARENT  # identity of the block before ``blocks``
+    output_tokens: int = 0  # of the answer, if the trace says so
 
 
 class Trace(Protocol):

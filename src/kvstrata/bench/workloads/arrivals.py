@@ -62,7 +62,8 @@ def questions(dice: random.Random, scale: Scale, known: list[list[int]], rate: f
 
 
 class TraceReplay:
-    """A trace in Mooncake's format. Its tokens and its seconds are scaled to what runs here.
+    """A trace in Mooncake's format. Its tokens, those of answers too, and its seconds are scaled to
+    what runs here.
 
     What two prompts of the trace share, two prompts of the replay share in the same proportion.
     """
@@ -72,7 +73,8 @@ class TraceReplay:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or sample_path()
         self.title = (
-            f"The first requests of the trace {self._path.name}, prompts and times scaled down."
+            f"The first requests of the trace {self._path.name}, prompts, answers and times scaled "
+            "down."
         )
 
     def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
@@ -96,9 +98,11 @@ class TraceReplay:
                 for token in tokens(random.Random(f"{seed} {block}"), scale, per_block)
             ]
             rest = max(1, round(request.input_tokens * factor) - len(known))
-            prompt = (known + tokens(dice, scale, rest))[: scale.most_tokens - _ANSWER_TOKENS]
+            answer_tokens = max(1, round(request.output_tokens * factor))
+            answer_tokens = min(answer_tokens, scale.most_tokens // 2)
+            prompt = (known + tokens(dice, scale, rest))[: scale.most_tokens - answer_tokens]
             due = (request.arrival_seconds - rows[0].arrival_seconds) * slower
-            talks.append(Conversation([Turn(prompt, _ANSWER_TOKENS)], due))
+            talks.append(Conversation([Turn(prompt, answer_tokens)], due))
         yield Step("trace", Traffic(talks, users=0), "reset")
 
     @staticmethod
