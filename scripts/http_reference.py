@@ -30,7 +30,7 @@ The cache itself speaks over a [unix socket](wire-protocol.md). HTTP is spoken a
 |---|---|---|
 | `kvstrata server`, or an embedded one | the setting `metrics`, `--metrics HOST:PORT` | `GET /metrics` |
 | `kvstrata page` | `--listen`, 127.0.0.1:8765 by default | the page, and what it asks for |
-| vLLM | its own port | two keys in a request, below |
+| vLLM | its own port | three keys in a request, below |
 
 ## Metrics
 

@@ -1,6 +1,7 @@
 """In what a peer is ahead, as the bench has printed it, with the reason: `python -m tests.docs.ahead`."""
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 UNKNOWN: Final = "unknown"
@@ -8,12 +9,30 @@ TITLES: Final = "| row | engine | a peer is ahead in | why |\n|---|---|---|---|\
 _PRINTED: Final = re.compile(
     r"^\| step \| engine \| a peer is ahead in \|\n.*\n((?:\|.*\n)+)", re.MULTILINE
 )
+_MEMORY: Final = "memory "
+
+
+def leads(printed: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Of the tables in *printed*, a page: row, engine, and each figure in which a peer is ahead."""
+    for table in _PRINTED.findall(printed):
+        for line in table.splitlines():
+            named = re.sub(r", (disk|Valkey|attached server|fs)\b", r" with \1", line)
+            row, engine, figures = (cell.strip() for cell in named.strip("|").split("|"))
+            yield row, engine, figures.split("; ")
 
 
 def lines(printed: str) -> list[str]:
-    """Of the tables in *printed*, a page, all rows, as a table has them but for its last column."""
-    found = [line for table in _PRINTED.findall(printed) for line in table.splitlines()]
-    return [re.sub(r", (disk|Valkey|attached server|fs)\b", r" with \1", line) for line in found]
+    """As the table has them, but for its last column, and without memory, whose reason is always one."""
+    found = []
+    for row, engine, figures in leads(printed):
+        if rest := [each for each in figures if not each.startswith(_MEMORY)]:
+            found.append(f"| {row} | {engine} | {'; '.join(rest)} |")
+    return found
+
+
+def rows_of_memory(printed: str) -> int:
+    """In how many a peer has less of it."""
+    return sum(any(each.startswith(_MEMORY) for each in figures) for *_, figures in leads(printed))
 
 
 def reasons(page: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tests.vllm.fake_runner import DEVICE_TOKENS, TOKENS, continuation
 from vllm.v1.request import Request
 
 from kvstrata.core.errors import ConfigError
+from kvstrata.integration.vllm.metadata import StepPlan
 from kvstrata.storage.shared_fs import SharedFsStore
 
 
@@ -46,6 +47,23 @@ def test_plan_has_one_load_for_each_request(bench: Bench, monkeypatch: pytest.Mo
     engine.run()
     loads = [load for plan in plans for load in plan.loads]
     assert sorted((load.request_id, len(load.slots)) for load in loads) == [("c", 7), ("d", 5)]
+
+
+def test_every_step_has_a_plan_also_one_with_nothing_to_do(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bench.engine()
+    build, plans = engine.connector.build_connector_meta, list[Any]()
+
+    def noted(output: Any) -> Any:
+        plans.append(build(output))
+        return plans[-1]
+
+    monkeypatch.setattr(engine.connector, "build_connector_meta", noted)
+    engine.serve("short", prompt(1, 3), 4)  # too short to be found or saved
+    assert len(plans) > 3
+    assert all(isinstance(each, StepPlan) for each in plans)
+    assert not any(each.loads or each.saves for each in plans)
 
 
 def test_another_engine_loads_what_the_first_has_saved(bench: Bench) -> None:

@@ -554,6 +554,18 @@ def test_idle_wait_ends_with_the_load(rank: Rank) -> None:
     assert received == {"r1"}
 
 
+def test_loads_of_an_earlier_step_go_on_through_later_ones(rank: Rank) -> None:
+    gate = rank.gate()
+    rank.half.start_load(StepPlan(SERVER, loads=[load(1)]))
+    assert gate.entered.wait(PATIENCE_SECONDS)
+    other = load(2, device_blocks=[4, 5, 6], slots=[1], generations=[11])
+    for plan_of_step in (StepPlan(SERVER), StepPlan(SERVER, loads=[other]), StepPlan(SERVER)):
+        rank.half.start_load(plan_of_step)
+        assert rank.half.collect() == (set(), set())
+    gate.go.set()
+    assert rank.drain() == ({"r1", "r2"}, set(), WorkerReport(load_done={1: 1, 2: 1}))
+
+
 def test_shed_save_is_reported_as_failed(config: VllmConfig, rank: Rank) -> None:
     half: Any = rank.half
     half._lanes._limit = 1
