@@ -77,6 +77,11 @@ def test_the_policy_for_a_store_elsewhere_is_of_servers_and_is_left_out_until_it
     (policy,) = yaml.safe_load_all((FOLDER / "elsewhere.yaml").read_text())
     servers = manifest("NetworkPolicy", "servers")
     assert policy["spec"]["podSelector"] == servers["spec"]["podSelector"]
+    assert policy["spec"]["policyTypes"] == ["Egress"]
+    (egress,) = policy["spec"]["egress"]
+    assert egress["ports"] == [{"protocol": "TCP", "port": 443}]
+    (to,) = egress["to"]
+    assert to["ipBlock"] == {"cidr": "0.0.0.0/0", "except": ["169.254.169.254/32"]}
     copy = tmp_path / "kubernetes"
     shutil.copytree(FOLDER, copy)
     file = copy / "kustomization.yaml"

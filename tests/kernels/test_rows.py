@@ -1,7 +1,10 @@
 """What `make gpu` measures of the kernels of blending, on few tokens."""
 
+import pytest
 import torch
 from bench import gpu
+
+pytestmark = pytest.mark.usefixtures("in_bounds")
 
 
 def test_each_kernel_is_measured_beside_the_plain_thing(device: torch.device) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvstrata.blend import audit
-from kvstrata.blend.audit import Audit, Auditor, compare
+from kvstrata.blend.audit import Audit, Auditor, Failure, compare
 from kvstrata.core.errors import ConfigError
 
 
@@ -48,9 +48,10 @@ GOOD, BAD = Audit(0.1, agrees=True), Audit(2.0, agrees=False)
 def test_eight_audits_that_diverge_too_far_are_enough_and_seven_are_not() -> None:
     auditor = Auditor(1.0, 0.5)
     for _ in range(7):
-        auditor.add("", BAD)
+        assert auditor.add("", BAD) is None
         assert not auditor.has_failed("")
-    auditor.add("", BAD)
+    assert auditor.add("", BAD) == Failure(2.0, is_common=False)
+    assert auditor.add("", BAD) is None  # is known
     assert auditor.has_failed("")
     assert auditor.failed_salts == 1
 
@@ -85,7 +86,7 @@ def test_one_salt_that_fails_leaves_the_others_as_they_are() -> None:
     assert auditor.failed_salts == 1
 
 
-def test_salts_of_few_audits_are_judged_together_and_half_of_them_decide() -> None:
+def test_salts_of_few_audits_are_judged_together_by_the_median_of_their_means() -> None:
     auditor = Auditor(1.0, 0.5)
     for _ in range(8):
         auditor.add("known", GOOD)
@@ -94,7 +95,7 @@ def test_salts_of_few_audits_are_judged_together_and_half_of_them_decide() -> No
     for number in range(4):
         auditor.add(f"bad {number}", Audit(0.8, agrees=False))
         assert not auditor.has_failed("new")  # of eight the middle lies between 0.1 and 0.8
-    auditor.add("good 0", BAD)
+    assert auditor.add("good 0", BAD) == Failure(0.8, is_common=True)
     assert auditor.has_failed("new")
     assert auditor.has_failed("good 1")
     assert not auditor.has_failed("known")

@@ -172,7 +172,8 @@ def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject,
     counts["preemptions"] = round(after["vllm:num_preemptions"] - before["vllm:num_preemptions"])
     print(f"part {part}: {MIXES} mixes, {dict(counts)}, KL at most {most:.1g}")  # noqa: T201 - for pytest -rP
     subject.rng = rng
-    seen = ("exact", "everything computed anew", "blended, then exact", "aborted", "preemptions")
+    seen = ["exact", "everything computed anew", "blended, then exact", "aborted"]
+    seen += ["preemptions"] if is_nightly() else []  # of a few mixes the machine's speed decides it
     assert [each for each in seen if not counts[each]] == []
 
 

@@ -27,6 +27,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
 
+from kvstrata.blend.audit import Audit
 from kvstrata.blend.runs import Runs
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.keys import as_key_array
@@ -226,6 +227,37 @@ def test_a_setting_that_the_rule_does_not_go_by_is_said_to_change_nothing(
         told = f"{setting} is set, which changes nothing: blend_rule is {rule}"
         assert caplog.text.count(told) == (rule not in followed_by)
         assert caplog.text.count("which changes nothing") == (rule not in followed_by)
+
+
+def asker(request_id: str, salt: str) -> Any:
+    return SimpleNamespace(request_id=request_id, salt=salt)
+
+
+def test_who_is_not_blended_any_more_is_told_by_a_request_and_never_by_its_salt(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = blending_config(folder)
+    half = BlendScheduler(
+        load_config(settings_of(tmp_path, blend="all"), environ={}),
+        config,
+        plan(config, group(full(), 2)),
+    )
+    far = Audit(3.0, agrees=False)
+    for salt, told in (("hush", "the cache_salt of request cmpl-7"), ("", "no cache_salt")):
+        for number in range(9):
+            caplog.clear()
+            half._judge(asker(f"cmpl-{number}", salt), far)
+            assert ("are not blended any more" in caplog.text) == (number == 7)
+            if number == 7:
+                assert f"requests with {told} are not" in caplog.text
+                assert "diverge by 3 nats" in caplog.text
+            assert "hush" not in caplog.text
+    for number in range(8):
+        half._judge(asker("cmpl", f"hush-{number}"), far)
+    assert "requests with a cache_salt that has had few audits are not blended" in caplog.text
+    assert "hush" not in caplog.text
+    assert [*half._counted.data["gauges"].values()] == [10]
+    half.close()
 
 
 def test_a_prompt_that_is_too_short_to_be_worth_it_is_not_searched(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvstrata.core.errors import ConfigError
 
-__all__ = ["Audit", "Auditor", "compare"]
+__all__ = ["Audit", "Auditor", "Failure", "compare"]
 
 _WINDOW: Final = 32  # audits that count
 _LEAST: Final = 8  # before anything is judged by them
@@ -23,6 +23,13 @@ class Audit(NamedTuple):
 
     divergence: float  # Kullback-Leibler, of the exact from the blended one: 0 to 100 nats
     agrees: bool  # on the most likely token
+
+
+class Failure(NamedTuple):
+    """Why blending has to stop from now on."""
+
+    divergence: float  # that is too much
+    is_common: bool  # of the salts of few audits together, not of one
 
 
 def compare(exact: NDArray[np.floating], blended: NDArray[np.floating]) -> Audit:
@@ -65,23 +72,33 @@ class Auditor:
         """Whether the next blended request is to be audited."""
         return self._random.random() < self._share
 
-    def add(self, salt: str, audit: Audit) -> None:
+    def add(self, salt: str, audit: Audit) -> Failure | None:
+        """Note *audit* of a request with *salt*; who has failed by it, if somebody has."""
         audits = self._audits.setdefault(salt, deque(maxlen=_WINDOW))
         self._audits.move_to_end(salt)
         audits.append(audit.divergence)
-        if len(audits) >= _LEAST:
-            if self.mean_divergence(salt) > self._most:
-                self._failed.add(salt)
-        else:
-            others = [fmean(each) for each in self._audits.values() if len(each) < _LEAST]
-            enough = len(others) >= _LEAST
-            self._others_failed |= enough and median(others) > self._most
+        failure = self._judge(salt) if len(audits) >= _LEAST else self._judge_others()
         if len(self._audits) > _MOST_SALTS:
             kept = self._failed | {salt}
             oldest = next(iter(self._audits))
             forgotten = next((each for each in self._audits if each not in kept), oldest)
             del self._audits[forgotten]
             self._failed.discard(forgotten)
+        return failure
+
+    def _judge(self, salt: str) -> Failure | None:
+        mean = self.mean_divergence(salt)
+        if mean <= self._most or salt in self._failed:
+            return None
+        self._failed.add(salt)
+        return Failure(mean, is_common=False)
+
+    def _judge_others(self) -> Failure | None:
+        means = [fmean(each) for each in self._audits.values() if len(each) < _LEAST]
+        if len(means) < _LEAST or self._others_failed or median(means) <= self._most:
+            return None
+        self._others_failed = True
+        return Failure(median(means), is_common=True)
 
     def has_failed(self, salt: str) -> bool:
         """Whether requests with *salt* are not to be blended any more."""

@@ -277,8 +277,8 @@ BLEND_DIVERGENCE: Final = Metric(
 )
 BLEND_OFF: Final = Metric(
     "kvstrata_blend_switched_off",
-    "How many cache salts, none being one of them, have had audits that diverge too far: their requests "
-    "are not blended until the cache is reset. Only in vLLM's metrics.",
+    "How many cache salts that have had audits, none being one of them, are not blended until the cache "
+    "is reset, because answers diverge too far. Only in vLLM's metrics.",
     kind="gauge",
 )
 

@@ -1,4 +1,4 @@
-"""The server as a child of the engine that uses it: started, watched, started again."""
+"""The server of the engine that uses it: started, watched, started again."""
 
 import contextlib
 import logging

@@ -19,7 +19,7 @@ _PEERS: Final = ("none", "roomy", "kvstrata", "native", "lmcache")
 _ANSWER_TOKENS: Final = 16
 _DOCUMENTS: Final = 12
 _QUESTION_TOKENS: Final = 66
-_LOAD: Final = 0.7  # of a trace: of what an engine can compute that has seen none of it
+_LOAD: Final = 0.7  # of a trace's prompts: of what an engine can compute that has seen none of them
 
 
 class Arrivals:

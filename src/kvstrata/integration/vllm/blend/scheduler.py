@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -80,11 +80,12 @@ class _Running:
     reused_tokens: int
     spared_tokens: float  # of prefill, by the plan
     prefill_tokens: int  # that would be computed without blending
-    salt: str
+    salt: str = field(repr=False)  # a secret
     is_alone: bool  # all that its workers do meanwhile is done for it
     began_at: float  # of time.monotonic
     failed: bool = False
     audit: Audit | None = None
+    is_of_before: bool = False  # the cache has been reset since
 
 
 @dataclass(slots=True)
@@ -315,7 +316,7 @@ class BlendScheduler(SchedulerHalf):
             if running.failed and tracked is not None:  # and nobody has aborted it
                 self._link.submit(p.Cancel(running.task_ids))
             self._link.submit(p.Complete(running.task_ids))
-        if running.audit is not None:
+        if running.audit is not None and not running.is_of_before:
             self._judge(running, running.audit)
         if not running.failed:
             self._measure(running)
@@ -338,21 +339,20 @@ class BlendScheduler(SchedulerHalf):
     def _judge(self, running: _Running, audit: Audit) -> None:
         self._counted.add_counter(metrics.BLEND_AUDITS, ("same" if audit.agrees else "other",), 1)
         self._counted.add_counter(metrics.BLEND_DIVERGENCE, (), audit.divergence)
-        before = self._auditor.failed_salts
-        self._auditor.add(running.salt, audit)
-        failed = self._auditor.failed_salts
-        if failed <= before:
+        failure = self._auditor.add(running.salt, audit)
+        self._counted.set_gauge(metrics.BLEND_OFF, (), self._auditor.failed_salts)
+        if failure is None:
             return
-        self._counted.set_gauge(metrics.BLEND_OFF, (), failed)
+        whose = (
+            f"the cache_salt of request {running.request_id}" if running.salt else "no cache_salt"
+        )
         _log.warning(
-            "the first tokens of audited requests diverge by more than blend_audit_limit, %g nats, on "
-            "average; by %.3g those with the cache_salt of request %s (%s). Such requests are not "
-            "blended any more; compute more anew (recompute_ratio), and reset the cache or restart to "
-            "blend them again",
+            "requests with %s are not blended any more: first tokens of those that were audited diverge "
+            "by %.3g nats on average, blend_audit_limit is %g; compute more anew (recompute_ratio), and "
+            "reset the cache or restart to blend them again",
+            "a cache_salt that has had few audits" if failure.is_common else whose,
+            failure.divergence,
             self._config.blend_audit_limit,
-            self._auditor.mean_divergence(running.salt),
-            running.request_id,
-            "a secret" if running.salt else "none",
         )
 
     def finished(self, request: Request, block_ids: BlockIds) -> None:
@@ -406,6 +406,8 @@ class BlendScheduler(SchedulerHalf):
         super().reset()
         self._learning.clear()
         self._auditor.begin_again()
+        for running in self._running.values():
+            running.is_of_before = True
         self._counted.set_gauge(metrics.BLEND_OFF, (), 0)
         for tracked in self._requests.values():
             self._drop(tracked.request)
