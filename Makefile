@@ -81,7 +81,7 @@ OUTPUT ?= bench-results
 ROUNDS ?=
 # Installed for the one profile that runs it.
 LMCACHE := $(if $(filter full,$(PROFILE)),.venv/lmcache)
-bench: servers $(LMCACHE:%=%/.installed) ## KVStrata beside its peers in vLLM: PROFILE full (an hour and more) or quick, ROUNDS of each, into OUTPUT
+bench: .venv $(LMCACHE:%=%/.installed) ## KVStrata beside its peers in vLLM: PROFILE full (an hour and more) or quick, ROUNDS of each, into OUTPUT
 	$(BIN)/kvstrata bench --profile $(PROFILE) $(ROUNDS:%=--rounds %) $(LMCACHE:%=--lmcache %) --output $(OUTPUT)
 
 # In a folder of its own: it needs other versions of some packages than vLLM does.

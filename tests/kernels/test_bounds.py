@@ -5,12 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from tests.kernels.bounds import OutOfBounds, kept_to_what_is_given
-from triton import knobs
 from triton.runtime.interpreter import InterpreterError
-
-pytestmark = pytest.mark.skipif(
-    not knobs.runtime.interpret, reason="compute-sanitizer looks at what a GPU does"
-)
 
 
 @triton.jit

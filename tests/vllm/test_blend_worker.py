@@ -467,6 +467,16 @@ def test_a_rank_that_cannot_read_what_was_there_does_not_leave_the_other_in_the_
     assert two_ranks.run(run) == ["scored", "failed"]
 
 
+def forwards_of(heads: Any, rule: Rule) -> list[list[int]]:
+    """The positions of each forward in which *heads* blend one request by *rule*."""
+    worker = worker_of(heads.runner(), heads.ranks, rule=lambda ratio: rule)
+    worker.begin(request("one", 1), SERVER)
+    (ended,) = worker.advance(SLOTS, 1000, 1000)
+    assert ended.whole
+    found: list[list[int]] = heads.forwards
+    return found
+
+
 def test_both_ranks_choose_what_deviates_most_over_the_heads_of_both(two_ranks: TwoRanks) -> None:
     """Of tokens 32 to 71, beyond the first four: 10 %, which are 4."""
     of_rank = torch.zeros(2, 200)
@@ -475,13 +485,7 @@ def test_both_ranks_choose_what_deviates_most_over_the_heads_of_both(two_ranks: 
     of_rank[:, 60:64] = 3.0  # 9 and 9
 
     def run(rank: int, ranks: Any) -> list[list[int]]:
-        heads = Heads(of_rank[rank], ranks)
-        runner: Any = heads.runner()
-        worker = worker_of(runner, ranks, rule=lambda ratio: HkvdRule(0.1, layer=0, layers=4))
-        worker.begin(request("one", 1), SERVER)
-        (ended,) = worker.advance(SLOTS, 1000, 1000)
-        assert ended.whole
-        return heads.forwards
+        return forwards_of(Heads(of_rank[rank], ranks), HkvdRule(0.1, layer=0, layers=4))
 
     one, other = two_ranks.run(run)
     assert one == other
@@ -525,13 +529,7 @@ def test_both_ranks_choose_in_both_rounds_what_any_head_of_either_attends_to_mos
     of_rank[1, [50, 51]] = 9.0
 
     def run(rank: int, ranks: Any) -> list[list[int]]:
-        heads = AttendingHeads(of_rank[rank], ranks)
-        runner: Any = heads.runner()
-        worker = worker_of(runner, ranks, rule=lambda ratio: TwoRoundQueryRule(0.1))
-        worker.begin(request("one", 1), SERVER)
-        (ended,) = worker.advance(SLOTS, 1000, 1000)
-        assert ended.whole
-        return heads.forwards
+        return forwards_of(AttendingHeads(of_rank[rank], ranks), TwoRoundQueryRule(0.1))
 
     one, other = two_ranks.run(run)
     assert one == other
