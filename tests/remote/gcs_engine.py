@@ -1,7 +1,7 @@
 """Google's protocol on loopback: fake-gcs-server, and what it lacks of it in front of it."""
 
 import json
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Final
@@ -93,7 +93,7 @@ class GcsEngine(ObjectEngine):
             reply = connection.getresponse()
             length = reply.getheader("Content-Length") if method == "HEAD" else None
             content = reply.read()
-        except OSError:
+        except (OSError, HTTPException):  # killed before it, or within its answer
             return b""
         finally:
             connection.close()
