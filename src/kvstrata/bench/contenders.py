@@ -58,6 +58,9 @@ class Contender:
         return tier == self.tier and (longest is None or tokens <= longest)
 
 
+# A server that a busy machine leaves without a turn for longer than the default, a tenth of a second,
+# would make of a hit a miss, which has no place among the hits: so what it costs would not be seen.
+_LOOKUP_SECONDS: Final = 2.0
 _OWN_COPIES: Final = (
     "on a CPU, where vLLM has none, its copies between device and host are the bench's"
 )
@@ -148,7 +151,7 @@ def _kvstrata(**settings: object) -> dict[str, Any]:
         "kv_connector": "KVStrataConnector",
         "kv_connector_module_path": _MODULE,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": settings,
+        "kv_connector_extra_config": {"lookup_timeout_seconds": _LOOKUP_SECONDS} | settings,
     }
 
 
