@@ -10,6 +10,12 @@ import msgspec
 from starlette.applications import Starlette
 
 from kvstrata.cli.prompt_file import read_keys_apart
+from kvstrata.integration.vllm.request_params import (
+    BLEND,
+    MOST_WAIT_SECONDS,
+    TAINT_FROM,
+    WAIT_SECONDS,
+)
 from kvstrata.server.page.app import make_app
 from kvstrata.server.page.guard import FILES, ORDERS, WARM_FILE, Access
 from kvstrata.server.page.sampler import Sampler, Seen
@@ -66,18 +72,40 @@ What comes with a status other than 200 says why: of a verb as `{{"problem": "wh
 
 """
 
-_VLLM: Final = """\
+_PREFILL_DECODE: Final = "[Prefill and decode apart](prefill-decode.md"
+_REQUEST_PARAMS: Final = {  # by its key: the value, and the meaning
+    WAIT_SECONDS: (
+        f"0 to {MOST_WAIT_SECONDS:.0f}",
+        (
+            "wait so long for the blocks of the prompt to be stored by somebody else "
+            f"({_PREFILL_DECODE}))"
+        ),
+    ),
+    BLEND: (
+        '`true`, `false`, `{"ratio": 0.3}`',
+        (
+            "blend this request or not, and how much of it is computed anew ([Blending](blending.md)); "
+            "with `kv_connector: BlendConnector` alone"
+        ),
+    ),
+    TAINT_FROM: (
+        "a token of the prompt",
+        (
+            "KV that this engine receives is approximate from there on, and is kept apart "
+            f"({_PREFILL_DECODE}#a-prefill-node-that-blends))"
+        ),
+    ),
+}
+
+_VLLM: Final = f"""\
 ## What a request to vLLM may say
 
 In `kv_transfer_params` of a request to vLLM's own server:
 
 | key | value | meaning |
 |---|---|---|
-| `kvstrata_wait_seconds` | 0 to 60 | wait so long for the blocks of the prompt to be stored by somebody else ([Prefill and decode apart](prefill-decode.md)) |
-| `blend` | `true`, `false`, `{"ratio": 0.3}` | blend this request or not, and how much of it is computed anew ([Blending](blending.md)); with `kv_connector: BlendConnector` alone |
-| `taint_from` | a token of the prompt | KV that this engine receives is approximate from there on, and is kept apart ([Prefill and decode apart](prefill-decode.md#a-prefill-node-that-blends)) |
-
-The answer to a request that was blended says `{"taint_from": NUMBER}` there: the first token of the prompt
+{"".join(f"| `{key}` | {value} | {meaning} |{chr(10)}" for key, (value, meaning) in _REQUEST_PARAMS.items())}
+The answer to a request that was blended says `{{"{TAINT_FROM}": NUMBER}}` there: the first token of the prompt
 from which on the KV is approximate.
 
 `POST /reset_prefix_cache?reset_external=true` of vLLM also drops what the cache holds

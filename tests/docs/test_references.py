@@ -10,6 +10,7 @@ from scripts import references
 
 from kvstrata.cli.main import app
 from kvstrata.core import errors
+from kvstrata.integration.vllm import request_params
 from kvstrata.observe.metrics import CATALOGUE
 from kvstrata.server.page import app as page_app
 from kvstrata.server.page import guard
@@ -74,3 +75,12 @@ def test_every_verb_of_the_page_is_told() -> None:
     page = (DOCS / "http.md").read_text()
     for verb in [*VERBS, "warm-file"]:
         assert f"### POST /api/{verb}\n" in page
+
+
+def test_every_key_that_a_request_may_say_is_told() -> None:
+    page = (DOCS / "http.md").read_text().partition("## What a request to vLLM may say")[2]
+    values = [getattr(request_params, name) for name in request_params.__all__]
+    keys = {value for value in values if isinstance(value, str)}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == keys
+    for path in Path(inspect.getfile(request_params)).parent.rglob("*.py"):
+        assert 'kv_transfer_params or {}).get("' not in path.read_text(), path.name

@@ -7,14 +7,14 @@ from typing import Final
 
 from vllm.v1.request import Request
 
+from kvstrata.integration.vllm.request_params import MOST_WAIT_SECONDS, WAIT_SECONDS
+
 __all__ = ["Awaits"]
 
 _log = logging.getLogger(__name__)
 
-_KEY: Final = "kvstrata_wait_seconds"
 _OURS: Final = "kvstrata_"
 _MOST: Final = 16  # unknown names that are warned of
-_MOST_SECONDS: Final = 60.0
 
 
 class Awaits:
@@ -33,12 +33,12 @@ class Awaits:
         params = request.kv_transfer_params
         if not params:
             return False
-        if _KEY not in params:
+        if WAIT_SECONDS not in params:
             self._warn_of_unknown(params)
             return False
         until = self._until.get(request.request_id)
         if until is None:
-            until = time.monotonic() + _seconds(params[_KEY])
+            until = time.monotonic() + _seconds(params[WAIT_SECONDS])
             self._until[request.request_id] = until
         return time.monotonic() < until
 
@@ -46,7 +46,9 @@ class Awaits:
         for name in params:
             if name.startswith(_OURS) and name not in self._warned and len(self._warned) < _MOST:
                 self._warned.add(name)
-                _log.warning("%.50r in kv_transfer_params is unknown: did you mean %s?", name, _KEY)
+                _log.warning(
+                    "%.50r in kv_transfer_params is unknown: did you mean %s?", name, WAIT_SECONDS
+                )
 
     def finished(self, request_id: str) -> None:
         self._until.pop(request_id, None)
@@ -54,12 +56,12 @@ class Awaits:
 
 def _seconds(value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and 0 <= (seconds := float(str(value))) <= _MOST_SECONDS:  # as no NaN is
+    if is_number and 0 <= (seconds := float(str(value))) <= MOST_WAIT_SECONDS:  # as no NaN is
         return seconds
     _log.warning(
         "%s in kv_transfer_params is %.50r and not a number of seconds from 0 to %d: not waited",
-        _KEY,
+        WAIT_SECONDS,
         value,
-        _MOST_SECONDS,
+        MOST_WAIT_SECONDS,
     )
     return 0.0

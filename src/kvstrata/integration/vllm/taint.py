@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
 from kvstrata.integration.vllm.blocks import BlockMath
+from kvstrata.integration.vllm.request_params import TAINT_FROM
 
 __all__ = ["TaintChain"]
 
@@ -35,7 +36,7 @@ class TaintChain:
         KV that another engine sends may be approximate from a token of the prompt on. Whatever else
         is said there is no such token, and taints nothing.
         """
-        first = (request.kv_transfer_params or {}).get("taint_from")
+        first = (request.kv_transfer_params or {}).get(TAINT_FROM)
         if type(first) is int and 0 <= first < request.num_prompt_tokens:
             self.taint(request, first)
 

@@ -36,6 +36,7 @@ from kvstrata.integration.vllm.blocks import BlockIds
 from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.integration.vllm.geometry import pages_from_tensors
 from kvstrata.integration.vllm.metadata import NULL_BLOCK, WorkerReport
+from kvstrata.integration.vllm.request_params import TAINT_FROM
 from kvstrata.integration.vllm.scheduler import SchedulerHalf
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class BlendConnector(KVStrataConnector):
         assert isinstance(self._decides, BlendScheduler)
         first = self._decides.tainted_from(request)
         held, _ = super()._finished(request, block_ids)
-        return held, None if first is None else {"taint_from": first}
+        return held, None if first is None else {TAINT_FROM: first}
 
     # -- worker processes --------------------------------------------------------------------
 

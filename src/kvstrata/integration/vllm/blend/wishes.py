@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
 from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.rules import why_not_followed
+from kvstrata.integration.vllm.request_params import BLEND
 from kvstrata.observe.seldom import SeldomWarning
 
 __all__ = ["Wish", "can_be_reused", "salt_of", "wish_of"]
@@ -45,7 +46,7 @@ def wish_of(request: Request, config: Config) -> Wish:
     is not understood is logged, and the request is computed. A ratio that the rule does not follow is
     logged, too, and the request is blended.
     """
-    said = (request.kv_transfer_params or {}).get("blend")
+    said = (request.kv_transfer_params or {}).get(BLEND)
     if said is None and (config.blend == "all" or request.cache_salt in config.blend_salts):
         said = True
     if said is None or said is False:
