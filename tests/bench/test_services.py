@@ -31,7 +31,7 @@ def test_a_server_of_which_one_thread_is_left_to_end_is_none() -> None:
     text += "ctypes.CDLL(None).pthread_exit(None)"
     member = Member.__new__(Member)  # without an engine
     with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE) as process:
-        member._service, member._server_pids = process, [1]
+        member._services, member._server_pids = [process], [1]
         try:
             assert member.server_pids == {1, process.pid}
             eventually(lambda: member.server_pids == {1}, "it is still a server")

@@ -36,8 +36,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path, option: 
     assert "one of " in message
 
 
-def test_lmcache_is_not_measured_where_it_is_not(tmp_path: Path) -> None:
-    message = refused("--contender", "lmcache", "--output", str(tmp_path / "run"))
+@pytest.mark.parametrize("name", ["lmcache", "lmcache-disk", "lmcache-remote"])
+def test_lmcache_is_not_measured_where_it_is_not(tmp_path: Path, name: str) -> None:
+    message = refused("--contender", name, "--output", str(tmp_path / "run"))
+    assert f"--contender {name}: it needs " in message
     assert "--lmcache DIR" in message
     message = refused("--lmcache", str(tmp_path), "--output", str(tmp_path / "run"))
     assert f"--lmcache {tmp_path}: no LMCache is installed there" in message
@@ -49,12 +51,13 @@ def test_a_workload_that_no_contender_takes_part_in_is_refused(tmp_path: Path) -
     assert "none of the contenders takes part" in refused(*arguments)
 
 
+@pytest.mark.parametrize("name", ["kvstrata-remote", "lmcache-remote"])
 def test_valkey_is_not_measured_where_it_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(services, "find_valkey", lambda: None)
-    message = refused("--contender", "kvstrata-remote", "--output", str(tmp_path / "run"))
-    assert "redis-server" in message
+    message = refused("--contender", name, "--output", str(tmp_path / "run"))
+    assert f"--contender {name}: it needs valkey-server or redis-server" in message
 
 
 def test_a_file_is_no_output(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class Deployment(msgspec.Struct, frozen=True):
     max_model_tokens: int
     device_share: float  # of the memory of an accelerator
     token_bytes: int  # of KV
-    port: int = 0  # of its service
+    port: int = 0  # of LMCache's daemon
+    store_port: int = 0  # of Valkey
     dtype: str = "auto"
 
 
@@ -47,7 +48,7 @@ class Contender:
 
     title: str
     tier: str = ""  # where hits outside the device come from: host, disk or remote
-    service: Service | None = None  # a process beside it
+    services: tuple[Service, ...] = ()  # processes beside it; each may use those before it
     roomy: bool = False
     blends: bool = False
     longest_hit_tokens: int | None = None
@@ -74,9 +75,9 @@ CONTENDERS: Final = {
     "kvstrata": Contender("KVStrata", "host"),
     "kvstrata-blockwise": Contender("KVStrata, blockwise", "host"),
     "kvstrata-layerwise": Contender("KVStrata, layerwise", "host"),
-    "kvstrata-attached": Contender("KVStrata, attached server", "host", "kvstrata"),
+    "kvstrata-attached": Contender("KVStrata, attached server", "host", ("kvstrata",)),
     "kvstrata-disk": Contender("KVStrata, disk", "disk"),
-    "kvstrata-remote": Contender("KVStrata, Valkey", "remote", "valkey"),
+    "kvstrata-remote": Contender("KVStrata, Valkey", "remote", ("valkey",)),
     "kvstrata-blend": Contender("KVStrata, blended", "host", blends=True),
     "native": Contender("vLLM tiering", "host", remark=_OWN_COPIES),
     "native-disk": Contender(
@@ -92,7 +93,14 @@ CONTENDERS: Final = {
         longest_hit_tokens=2050,
         remark="reads through the page cache, loads in the step and checks nothing",
     ),
-    "lmcache": Contender("LMCache", "host", "lmcache"),
+    "lmcache": Contender("LMCache", "host", ("lmcache",)),
+    "lmcache-disk": Contender(
+        "LMCache, fs",
+        "disk",
+        ("lmcache",),
+        remark="reads through the page cache and checks nothing",
+    ),
+    "lmcache-remote": Contender("LMCache, Valkey", "remote", ("valkey", "lmcache")),
 }
 
 
@@ -107,7 +115,9 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
         "kvstrata-layerwise": lambda: _kvstrata(tiers=host, load_mode="layerwise"),
         "kvstrata-attached": lambda: _kvstrata(server="attached", socket=f"{d.folder}/server.sock"),
         "kvstrata-disk": lambda: _kvstrata(tiers=f"{small_host} | disk:{disk}:{d.disk_bytes}"),
-        "kvstrata-remote": lambda: _kvstrata(tiers=f"{small_host} | valkey://127.0.0.1:{d.port}/0"),
+        "kvstrata-remote": lambda: _kvstrata(
+            tiers=f"{small_host} | valkey://127.0.0.1:{d.store_port}/0"
+        ),
         "kvstrata-blend": lambda: (
             _kvstrata(tiers=host, blend_audit_share=0, blend_if_slower=True)
             | {"kv_connector": "BlendConnector", "kv_connector_module_path": _BLEND_MODULE}
@@ -124,17 +134,7 @@ def transfer_config(deployment: Deployment, device: str) -> dict[str, Any] | Non
                 "counts_path": str(counts_path(d)),
             },
         },
-        "lmcache": lambda: {
-            "kv_connector": "CountedLMCacheConnector",
-            "kv_connector_module_path": "kvstrata.bench.counted_lmcache",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": str(d.port),
-                "token_bytes": d.token_bytes,
-                "counts_path": str(counts_path(d)),
-            },
-        },
+        **dict.fromkeys(("lmcache", "lmcache-disk", "lmcache-remote"), lambda: _lmcache(d)),
     }
     if d.contender not in makers:
         return None
@@ -152,6 +152,20 @@ def _kvstrata(**settings: object) -> dict[str, Any]:
         "kv_connector_module_path": _MODULE,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"lookup_timeout_seconds": _LOOKUP_SECONDS} | settings,
+    }
+
+
+def _lmcache(deployment: Deployment) -> dict[str, Any]:
+    return {
+        "kv_connector": "CountedLMCacheConnector",
+        "kv_connector_module_path": "kvstrata.bench.counted_lmcache",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": str(deployment.port),
+            "token_bytes": deployment.token_bytes,
+            "counts_path": str(counts_path(deployment)),
+        },
     }
 
 

@@ -63,13 +63,14 @@ class Member:
         self._environment = dict(environment)
         self._log = Path(deployment.folder, "engine.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._service = self._start_service()
+        self._services: list[subprocess.Popen[bytes]] = []
         self._server_pids: list[int] = []
         self._buffer = b""
         try:
+            self._start_services()
             self._process = self._start()
         except BaseException:
-            self._end_service()
+            self._end_services()
             raise
 
     def wait_ready(self) -> None:
@@ -102,10 +103,11 @@ class Member:
             time.sleep(0.02)  # the engine goes on stepping until its saves have ended
 
     def restart(self) -> None:
-        """End the engine and start it again; a server beside it stays, if it lives."""
+        """End the engine and start it again; servers beside it stay, if all of them live."""
         self._stop()
-        if self._service is not None and self._service.poll() is not None:
-            self._service = self._start_service()
+        if any(service.poll() is not None for service in self._services):
+            self._end_services()
+            self._start_services()
         self._process = self._start()
         self.wait_ready()
 
@@ -121,18 +123,16 @@ class Member:
         self._server_pids = []
 
     @property
-    def port(self) -> int:
-        """Of the service beside it."""
-        return self._deployment.port
+    def store_port(self) -> int:
+        """Of Valkey beside it, if there is one."""
+        return self._deployment.store_port
 
     @property
     def server_pids(self) -> set[int]:
         """As they were when ``counters`` was asked last; a service that has ended is none."""
-        service = self._service
         # One that was killed has an exit status only when the last of its threads has ended.
-        if service is None or service.poll() is not None or not is_alive(service.pid):
-            return set(self._server_pids)
-        return {service.pid, *self._server_pids}
+        living = (s.pid for s in self._services if s.poll() is None and is_alive(s.pid))
+        return {*living, *self._server_pids}
 
     @property
     def has_ended(self) -> bool:
@@ -162,14 +162,15 @@ class Member:
 
     def close(self) -> None:
         self._stop()
-        self._end_service()
+        self._end_services()
 
     def _cpu_seconds(self) -> float:
         return cpu_seconds_of([self._process.pid, *self.server_pids])
 
-    def _start_service(self) -> subprocess.Popen[bytes] | None:
-        service = CONTENDERS[self.name].service
-        return start_service(service, self._deployment, self._environment) if service else None
+    def _start_services(self) -> None:
+        for service in CONTENDERS[self.name].services:
+            process = start_service(service, self._deployment, self._environment)
+            self._services.append(process)
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._buffer = b""
@@ -200,15 +201,15 @@ class Member:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _end_service(self) -> None:
-        if self._service is None:
-            return
-        self._service.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._service.wait(_END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._service.pid, signal.SIGKILL)
-        self._service.wait()
+    def _end_services(self) -> None:
+        while self._services:
+            service = self._services.pop()
+            service.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                service.wait(_END_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(service.pid, signal.SIGKILL)
+            service.wait()
 
     def _call(self, order: Order, kind: type[R]) -> R:
         self._send(order)

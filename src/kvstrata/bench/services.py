@@ -1,6 +1,7 @@
 """Servers that contenders need beside the engine: they outlive it."""
 
 import ctypes
+import json
 import shutil
 import signal
 import socket
@@ -19,6 +20,9 @@ __all__ = ["ServiceFailed", "find_valkey", "free_port", "start_service", "versio
 
 _START_SECONDS: Final = 120.0  # LMCache imports torch
 _POLL_SECONDS: Final = 0.1
+# Above a tier. It makes room once a second, in memory that is 80 % full, and stores nothing that has no
+# room: of the small memory of others it would keep half a prompt.
+_LMCACHE_MORE: Final = 2.5
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -87,14 +91,16 @@ def start_service(
 
 
 def _lmcache(deployment: Deployment) -> list[str]:
-    gib = deployment.host_bytes / (1 << 30)
+    below = _BELOW_LMCACHE.get(deployment.contender)
+    memory = _LMCACHE_MORE * deployment.small_host_bytes if below else deployment.host_bytes
     return [
         *(sys.executable, "-m", "lmcache.cli.main", "server"),
         *("--host", "127.0.0.1", "--port", str(deployment.port)),
         *("--http-host", "127.0.0.1", "--http-port", str(free_port())),
-        *("--shm-name", deployment.engine_id, "--l1-size-gb", str(gib)),
+        *("--shm-name", deployment.engine_id, "--l1-size-gb", str(memory / (1 << 30))),
         *("--chunk-size", "256", "--eviction-policy", "LRU"),
         *("--supported-transfer-mode", "auto"),
+        *(("--l2-adapter", json.dumps(below(deployment))) if below else ()),
     ]
 
 
@@ -103,10 +109,10 @@ def _valkey(deployment: Deployment) -> list[str]:
     if program is None:
         raise ConfigError(
             "neither valkey-server nor redis-server is installed",
-            hint="install one, or leave out the contender kvstrata-remote",
+            hint=f"install one, or leave out the contender {deployment.contender}",
         )
     return [
-        *(program, "--port", str(deployment.port), "--bind", "127.0.0.1"),
+        *(program, "--port", str(deployment.store_port), "--bind", "127.0.0.1"),
         *("--save", "", "--appendonly", "no", "--dir", deployment.folder),
         *("--maxmemory", str(deployment.disk_bytes), "--maxmemory-policy", "allkeys-lru"),
     ]
@@ -120,6 +126,11 @@ def _kvstrata(deployment: Deployment) -> list[str]:
     ]
 
 
+# Its native adapters, which are its own C++.
+_BELOW_LMCACHE: Final[dict[str, Callable[[Deployment], dict[str, object]]]] = {
+    "lmcache-disk": lambda d: {"type": "fs_native", "base_path": f"{d.folder}/disk"},
+    "lmcache-remote": lambda d: {"type": "resp", "host": "127.0.0.1", "port": d.store_port},
+}
 _COMMANDS: Final[dict[Service, Callable[[Deployment], list[str]]]] = {
     "lmcache": _lmcache,
     "valkey": _valkey,
@@ -132,4 +143,5 @@ def _listens(service: Service, deployment: Deployment) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             return probe.connect_ex(f"{deployment.folder}/server.sock") == 0
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", deployment.port)) == 0
+        port = deployment.store_port if service == "valkey" else deployment.port
+        return probe.connect_ex(("127.0.0.1", port)) == 0

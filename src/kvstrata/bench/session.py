@@ -74,6 +74,7 @@ def deployment(
         max_model_tokens=model.most_tokens,
         device_share=0.9 / engines,
         port=free_port(),
+        store_port=free_port(),
         token_bytes=model.token_bytes,
     )
 
@@ -164,7 +165,7 @@ class Session:
     def _round(
         self, name: str, workload: Workload, number: int, fleet: list[Member], scale: Scale
     ) -> None:
-        port = next((m.port for m in fleet if CONTENDERS[m.name].service == "valkey"), None)
+        port = next((m.store_port for m in fleet if "valkey" in CONTENDERS[m.name].services), None)
         self.folder.append(Rates(name, number, measure_rates(self.scratch, port)))
         dice = random.Random(f"{_ROUND_SEED} {name} {number}")
         steps = list(workload.steps(dice, scale))

@@ -139,9 +139,8 @@ def _able(asked: list[str] | None, usual: tuple[str, ...], lmcache: Path | None)
     }
     able = []
     for name in [name for name in CONTENDERS if name in (asked or usual)]:
-        service = CONTENDERS[name].service
-        needs = lacking[service] if service else None
-        if needs is None:
+        needs = " and ".join(n for n in map(lacking.get, CONTENDERS[name].services) if n)
+        if not needs:
             able.append(name)
         elif asked:
             raise ConfigError(f"--contender {name}: it needs {needs}", hint="give it, or leave it")
@@ -201,7 +200,7 @@ def _machine(options: "Options", scratch: Path) -> "Machine":
     from kvstrata.bench.record import this_machine
     from kvstrata.bench.services import versions
 
-    beside = {CONTENDERS[name].service for name in options.contenders}
+    beside = {service for name in options.contenders for service in CONTENDERS[name].services}
     lmcache = Path(options.lmcache) if options.lmcache else None
     return this_machine(
         current_platform.device_type,

@@ -18,6 +18,7 @@ _NAMES: Final[dict[Tier, str]] = {
 _IN_MEMORY: Final[tuple[Tier, ...]] = ("device", "host")
 _BELOW: Final[tuple[Tier, ...]] = ("disk", "remote")
 _AGAIN: Final = 3  # misses and hits in memory, which vary most
+_FILLERS: Final = 3
 _BLOCK_TOKENS: Final = 64  # KVStrata's; prompts are whole blocks of everybody, and two tokens
 
 
@@ -25,7 +26,15 @@ class Single:
     title = "One prompt at a time: time to the first token of a miss, and of a hit in each tier."
     contenders = (
         *("none", "kvstrata", "kvstrata-blockwise", "kvstrata-layerwise", "kvstrata-disk"),
-        *("kvstrata-remote", "native", "native-disk", "example", "lmcache"),
+        *(
+            "kvstrata-remote",
+            "native",
+            "native-disk",
+            "example",
+            "lmcache",
+            "lmcache-disk",
+            "lmcache-remote",
+        ),
     )
 
     def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
@@ -37,8 +46,8 @@ class Single:
             for tier in _IN_MEMORY:
                 for _ in range(_AGAIN):
                     yield _step(tier, prompt)
-        # The host memory in front of a disk or of a remote engine holds little more than one of these.
-        fillers = [tokens(dice, scale, max(scale.prompt_tokens)) for _ in range(2)]
+        # The host memory in front of a disk or of a remote engine holds three of these at most.
+        fillers = [tokens(dice, scale, max(scale.prompt_tokens)) for _ in range(_FILLERS)]
         for tier in _BELOW:
             for filler in fillers:
                 yield Step("fill", one_prompt(filler), "reset", tier, measured=False)
