@@ -106,6 +106,25 @@ def test_a_median_that_is_shown_was_printed(page: str, heading: str, at_least: i
     assert [(cell, key) for cell, key in shown if differs(cell, ROWS[key])] == []
 
 
+def test_medians_below_host_memory_were_printed() -> None:
+    """In brackets how many hits there were, where not all three were hits."""
+    (found,) = [each for each in tables(PERFORMANCE.read_text()) if each[0][0] == "again"]
+    wrong = []
+    for what, *shown in found[2:]:
+        kind, _, engine = what.partition(", ")
+        tier, step = ("disk", kind) if kind == "disk hit" else ("Valkey", "remote hit")
+        name = engine.partition(" (")[0]
+        below = {"KVStrata": f"KVStrata, {tier}", "LMCache": f"LMCache, {tier}"} | ENGINES
+        printed_as = {"LMCache, disk": "LMCache, fs"}
+        name = below.get(name, name)
+        for tokens, cell in zip((1026, 2050, 4098, 8194), shown, strict=True):
+            row = ROWS.get((f"{step}, {tokens} tokens, again", printed_as.get(name, name)))
+            hits = "" if row is None or row["answers"] == "3" else f"({row['answers']})"
+            if cell != (f"{row[MEDIAN]} {hits}".strip() if row else ""):
+                wrong.append((what, tokens, cell))
+    assert wrong == []
+
+
 def test_a_blended_answer_that_differs_is_told() -> None:
     row = ROWS["documents", "KVStrata, blended"]
     section = (ROOT / "docs/performance.md").read_text().partition("## Beside its peers")[2]
