@@ -1,16 +1,25 @@
 """Servers beside the engines of the bench."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from tests.caches import eventually
 from tests.cli.processes import environment
 
+from kvstrata.bench import fleet, services
 from kvstrata.bench.fleet import Member, remove_leftovers
 from kvstrata.bench.fleet import environment as bench_environment
+from kvstrata.bench.models import Model
+from kvstrata.bench.services import ServiceFailed
+from kvstrata.bench.session import deployment
+
+MODEL = Model("", "float32", 1024, 6144, 8448, 32, "a model")
 
 PROGRAM = """
 import os, signal, sys
@@ -38,6 +47,82 @@ def test_a_server_of_which_one_thread_is_left_to_end_is_none() -> None:
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def stands_in(service: str, *_: object) -> "subprocess.Popen[bytes]":
+    """A process that does nothing, which its arguments name."""
+    code = "import time; time.sleep(60)"
+    return subprocess.Popen([sys.executable, "-c", code, service], start_new_session=True)
+
+
+def an_engine(_: Member) -> "subprocess.Popen[bytes]":
+    """What ends when its standard input does."""
+    return subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Member]:
+    """LMCache above Valkey, without an engine."""
+    monkeypatch.setattr(fleet, "start_service", stands_in)
+    monkeypatch.setattr(Member, "_start", an_engine)
+    monkeypatch.setattr(Member, "wait_ready", lambda _: None)
+    plan = deployment("lmcache-remote", MODEL, tmp_path, 2050, 1)
+    member = Member("lmcache-remote", plan, {})
+    yield member
+    member.close()
+
+
+def names(member: Member) -> list[str]:
+    return [str(list(service.args)[-1]) for service in member._services]  # type: ignore[arg-type]  # a list
+
+
+def test_a_server_is_started_before_the_one_that_uses_it(member: Member) -> None:
+    assert names(member) == ["valkey", "lmcache"]
+    assert member.server_pids == {service.pid for service in member._services}
+
+
+@pytest.mark.parametrize(("killed", "kept"), [(0, 0), (1, 1)])
+def test_of_servers_the_one_that_has_ended_starts_again_and_those_that_use_it(
+    member: Member, killed: int, kept: int
+) -> None:
+    before = list(member._services)
+    before[killed].kill()
+    before[killed].wait()
+    member.restart()
+    assert names(member) == ["valkey", "lmcache"]
+    assert member._services[:kept] == before[:kept]
+    assert not set(member._services[kept:]) & set(before)
+    assert all(service.poll() is not None for service in before[kept:])
+
+
+def test_a_server_that_does_not_start_leaves_none_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = []
+
+    def start(service: str, *given: object) -> "subprocess.Popen[bytes]":
+        if service == "lmcache":
+            raise ServiceFailed("it has not started")
+        started.append(stands_in(service, *given))
+        return started[-1]
+
+    monkeypatch.setattr(fleet, "start_service", start)
+    with pytest.raises(ServiceFailed):
+        Member("lmcache-remote", deployment("lmcache-remote", MODEL, tmp_path, 2050, 1), {})
+    (valkey,) = started
+    assert valkey.poll() is not None
+
+
+def test_lmcache_above_a_tier_has_room_for_three_prompts(tmp_path: Path) -> None:
+    def asked(name: str) -> dict[str, str]:
+        words = services._lmcache(deployment(name, MODEL, tmp_path, 2050, 1))[4:]
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+    plain, files, remote = map(asked, ("lmcache", "lmcache-disk", "lmcache-remote"))
+    assert "--l2-adapter" not in plain
+    assert float(files["--l1-size-gb"]) * (1 << 30) == pytest.approx(3 * 2050 * 6144, rel=0.001)
+    assert json.loads(files["--l2-adapter"])["base_path"] == f"{tmp_path}/lmcache-disk/disk"
+    assert json.loads(remote["--l2-adapter"])["port"] != int(remote["--port"])
 
 
 def test_a_server_beside_the_engines_does_not_outlive_a_bench_that_is_killed(

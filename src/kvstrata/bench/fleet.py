@@ -103,16 +103,17 @@ class Member:
             time.sleep(0.02)  # the engine goes on stepping until its saves have ended
 
     def restart(self) -> None:
-        """End the engine and start it again; servers beside it stay, if all of them live."""
+        """End the engine and start it again; a server beside it stays, if it and those that it uses live."""
         self._stop()
-        if any(service.poll() is not None for service in self._services):
-            self._end_services()
+        ended = [n for n, service in enumerate(self._services) if service.poll() is not None]
+        if ended:
+            self._end_services(ended[0])
             self._start_services()
         self._process = self._start()
         self.wait_ready()
 
     def kill_server(self) -> None:
-        """SIGKILL to the process that holds the cache, wherever it was started; returns when it has ended."""
+        """SIGKILL to the processes that hold the cache, wherever they were started; returns when they have ended."""
         killed = self.server_pids
         for pid in killed:
             with contextlib.suppress(ProcessLookupError):
@@ -168,7 +169,7 @@ class Member:
         return cpu_seconds_of([self._process.pid, *self.server_pids])
 
     def _start_services(self) -> None:
-        for service in CONTENDERS[self.name].services:
+        for service in CONTENDERS[self.name].services[len(self._services) :]:
             process = start_service(service, self._deployment, self._environment)
             self._services.append(process)
 
@@ -201,8 +202,9 @@ class Member:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _end_services(self) -> None:
-        while self._services:
+    def _end_services(self, first: int = 0) -> None:
+        """From *first* on, the last one first: each may use those before it."""
+        while len(self._services) > first:
             service = self._services.pop()
             service.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,5 +1,6 @@
 """Servers that contenders need beside the engine: they outlive it."""
 
+import contextlib
 import ctypes
 import json
 import shutil
@@ -16,13 +17,10 @@ from typing import Final
 from kvstrata.bench.contenders import Deployment, Service
 from kvstrata.core.errors import ConfigError, KVStrataError
 
-__all__ = ["ServiceFailed", "find_valkey", "free_port", "start_service", "versions"]
+__all__ = ["ServiceFailed", "find_valkey", "free_ports", "start_service", "versions"]
 
 _START_SECONDS: Final = 120.0  # LMCache imports torch
 _POLL_SECONDS: Final = 0.1
-# Above a tier. It makes room once a second, in memory that is 80 % full, and stores nothing that has no
-# room: of the small memory of others it would keep half a prompt.
-_LMCACHE_MORE: Final = 2.5
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -37,7 +35,7 @@ def find_valkey() -> str | None:
     return shutil.which("valkey-server") or shutil.which("redis-server")
 
 
-def versions(services: Container[Service | None], lmcache: Path | None) -> dict[str, str]:
+def versions(services: Container[Service], lmcache: Path | None) -> dict[str, str]:
     """Of those of *services* that are not KVStrata's. Redis takes the place of Valkey."""
     found: dict[str, str] = {}
     if "lmcache" in services and lmcache is not None:
@@ -50,10 +48,13 @@ def versions(services: Container[Service | None], lmcache: Path | None) -> dict[
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """So many that nobody listens at, each another one."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def start_service(
@@ -96,11 +97,11 @@ def _lmcache(deployment: Deployment) -> list[str]:
     return [
         *(sys.executable, "-m", "lmcache.cli.main", "server"),
         *("--host", "127.0.0.1", "--port", str(deployment.port)),
-        *("--http-host", "127.0.0.1", "--http-port", str(free_port())),
+        *("--http-host", "127.0.0.1", "--http-port", str(free_ports(1)[0])),
         *("--shm-name", deployment.engine_id, "--l1-size-gb", str(memory / (1 << 30))),
         *("--chunk-size", "256", "--eviction-policy", "LRU"),
         *("--supported-transfer-mode", "auto"),
-        *(("--l2-adapter", json.dumps(below(deployment))) if below else ()),
+        *(("--l2-adapter", json.dumps(below(deployment)), *_ROOM) if below else ()),
     ]
 
 
@@ -126,6 +127,10 @@ def _kvstrata(deployment: Deployment) -> list[str]:
     ]
 
 
+# It loads and stores only what has room at once, and makes none in memory that is less than 80 % full: in
+# that of the others a long prompt would be neither stored nor loaded. Half of this is always free soon.
+_LMCACHE_MORE: Final = 2.5
+_ROOM: Final = ("--eviction-trigger-watermark", "0.5")
 # Its native adapters, which are its own C++.
 _BELOW_LMCACHE: Final[dict[str, Callable[[Deployment], dict[str, object]]]] = {
     "lmcache-disk": lambda d: {"type": "fs_native", "base_path": f"{d.folder}/disk"},

@@ -17,7 +17,7 @@ from kvstrata.bench.processes import Role, Usage
 from kvstrata.bench.profiles import PROFILES
 from kvstrata.bench.record import About, Begun, Machine, Measured, Options, Rates, RunFolder
 from kvstrata.bench.restarts import run_with_restart
-from kvstrata.bench.services import free_port
+from kvstrata.bench.services import free_ports
 from kvstrata.bench.traffic import Answer, Conversation, Counters, Ran, Traffic, Turn
 from kvstrata.bench.workloads import workloads
 from kvstrata.bench.workloads.workload import COLD_TOKENS, Scale, Step, Workload, one_prompt, tokens
@@ -59,6 +59,7 @@ def deployment(
 ) -> Deployment:
     """Of *name*, one of *engines* that run side by side, for prompts of up to *longest_tokens*."""
     block = model.engine_block_tokens
+    port, store_port = free_ports(2)
     return Deployment(
         contender=name,
         folder=str(scratch / name),
@@ -73,8 +74,8 @@ def deployment(
         disk_bytes=_BELOW_TOKENS * model.token_bytes,
         max_model_tokens=model.most_tokens,
         device_share=0.9 / engines,
-        port=free_port(),
-        store_port=free_port(),
+        port=port,
+        store_port=store_port,
         token_bytes=model.token_bytes,
     )
 

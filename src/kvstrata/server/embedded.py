@@ -46,7 +46,7 @@ class EmbeddedServer:
         is started again by ``revive``.
 
         Linux may schedule by session. With *shares_session* it is that of this process, which an
-        engine needs whose workers spin: they leave nothing to another one. Otherwise it has its own.
+        engine needs whose several workers spin: they leave nothing to another one. Otherwise it has its own.
 
         Raises the server's own ``ConfigError`` if it says in time that it cannot serve with this
         configuration.

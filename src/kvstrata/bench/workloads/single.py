@@ -26,15 +26,8 @@ class Single:
     title = "One prompt at a time: time to the first token of a miss, and of a hit in each tier."
     contenders = (
         *("none", "kvstrata", "kvstrata-blockwise", "kvstrata-layerwise", "kvstrata-disk"),
-        *(
-            "kvstrata-remote",
-            "native",
-            "native-disk",
-            "example",
-            "lmcache",
-            "lmcache-disk",
-            "lmcache-remote",
-        ),
+        *("kvstrata-remote", "native", "native-disk", "example"),
+        *("lmcache", "lmcache-disk", "lmcache-remote"),
     )
 
     def steps(self, dice: random.Random, scale: Scale) -> Iterator[Step]:
