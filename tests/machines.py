@@ -13,7 +13,7 @@ def machine_settings(*, examples: int, steps: int) -> settings:
         max_examples=max(examples, nightly),
         stateful_step_count=steps,
         deadline=None,
-        derandomize=False,  # as it is where CI is set: who runs a machine again wants other runs
+        derandomize=False,  # with it, which is the default where CI is set, each time would be the same
     )
 
 

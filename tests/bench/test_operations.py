@@ -168,7 +168,7 @@ def test_work_that_grows_within_one_call_of_numpy_is_seen() -> None:
 def test_another_system_call_below_host_memory_is_seen(
     turns: Turns, owner: type, method: str
 ) -> None:
-    path = HotPath("tiers", turns, 3, warm_up=2)
+    path = HotPath("tiers", turns, 1, warm_up=2)
     before, after = with_another_system_call(path, owner, method)
     assert after["system calls"] > before["system calls"]
     assert after["instructions"] > before["instructions"]
