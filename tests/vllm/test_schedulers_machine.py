@@ -75,6 +75,8 @@ arrivals = st.builds(
 )
 # Of which there is something to load when they come again.
 saved_arrivals = arrivals.filter(lambda each: len(each.tokens) > 16 and each.kind != "unread")
+# More blocks than the smaller devices have.
+CROWD = [Arrival(prompt(200 + i, 88), 4, "length", "plain", False) for i in range(6)]
 
 
 def fields(kind: str, tokens: list[int]) -> dict[str, Any]:
@@ -234,6 +236,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.wanted[request.request_id]
             status = RequestStatus[f"FINISHED_{end}"]
             self.engine.scheduler.finish_requests([request.request_id], status)
+
+    @rule(steps=st.integers(1, 12))
+    def find_more_than_there_is_room_for(self, steps: int) -> None:
+        """By themselves few requests for which something is found have no room."""
+        self.arrive(CROWD, 0)
+        self.come_to_rest()
+        self.forget_device(running=False)
+        self.arrive(CROWD, steps)
 
     @rule(running=st.booleans())
     def reset(self, running: bool) -> None:
