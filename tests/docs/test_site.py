@@ -114,6 +114,7 @@ def test_the_guides_that_are_asked_for_are_there() -> None:
         "goals.md",
         "benchmark-method.md",
         "performance.md",
+        "performance-reasons.md",
         "requirements.md",
     } <= set(pages["Explanation"])
     reference = pages["Reference"]
