@@ -18,7 +18,7 @@ ENGINES: Final = {
     "KVStrata with Valkey": "KVStrata, Valkey",
 }
 TRAFFIC: Final = {
-    "chat of 36 users": "chat",
+    "chat of 36 users, two at a time": "chat",
     "a synthetic trace": "trace",
     "arrivals at random, rate 1": "rate 1",
     "documents in random order": "documents",
@@ -78,7 +78,6 @@ def differs(shown: str, row: Row) -> bool:
 def of_prompts(line: list[str]) -> list[tuple[str, tuple[str, str]]]:
     """What a row of *cold, KVStrata* and the like shows, and which rows of the bench that is."""
     what, _, engine = line[0].partition(", ")
-    engine = "vLLM tiering, fs" if line[0] == "disk hit, vLLM tiering" else engine
     step = {"cold": "miss", "Valkey hit": "remote hit"}.get(what, what)
     engine = "KVStrata, disk" if line[0] == "disk hit, KVStrata" else ENGINES.get(engine, engine)
     engine = "KVStrata, Valkey" if step == "remote hit" else engine
