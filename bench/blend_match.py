@@ -28,6 +28,7 @@ PROMPT_TOKENS: Final = 131_072
 GRID_TOKENS: Final = 64
 TOKENS_PER_BLOCK: Final = 16
 WINDOWS: Final = 1_000_000
+VOCABULARY: Final = 50_000
 DOMAIN: Final = b"bench"
 WORKLOAD: Final = "workload"
 
@@ -35,9 +36,9 @@ MOST_MS: Final = 2.0  # of the workload, median
 LEAST_COVERAGE: Final = 0.93
 MOST_STORED: Final = 1.3
 
+DONORS: Final = 30
+TARGETS: Final = 20
 _DOCUMENTS: Final = 60
-_DONORS: Final = 30
-_TARGETS: Final = 20
 _DOCUMENTS_A_PROMPT: Final = 10
 
 
@@ -57,7 +58,7 @@ class Bed:
         )
 
     def tokens(self, count: int) -> Tokens:
-        return self.rng.integers(0, 50_000, count, dtype=np.uint32)
+        return self.rng.integers(0, VOCABULARY, count, dtype=np.uint32)
 
     def between(self, least: int, below: int) -> Tokens:
         return self.tokens(int(self.rng.integers(least, below)))
@@ -122,9 +123,9 @@ class Documents:
 
     def measure(self) -> Reuse:
         bed = self.bed
-        stored = sum(bed.give(self.prompt()[0]) for _ in range(_DONORS))
+        stored = sum(bed.give(self.prompt()[0]) for _ in range(DONORS))
         covered = wanted = 0
-        for _ in range(_TARGETS):
+        for _ in range(TARGETS):
             target, is_document = self.prompt()
             runs = bed.index.match(DOMAIN, target)
             bed.check(target, runs)
