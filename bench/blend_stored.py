@@ -176,7 +176,7 @@ def main() -> int:
             found = [*processes.map(measure, *zip(*asked, strict=True))]
     print(*table(found), sep="\n")
     missed = [*bounds(found[-1])]
-    print(*missed, sep="\n", file=sys.stderr)
+    print("\nbounds NOT met:" if missed else "\nall bounds met", *missed, sep="\n")
     return 1 if missed else 0
 
 
