@@ -1,6 +1,7 @@
 """What the blending scheduler half offers vLLM, with a real server and no engine."""
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.caches import eventually
+from tests.caches import PATIENCE_SECONDS, eventually
 from tests.vllm.bench import Bench, prompt, start
 from tests.vllm.driven import Engine
 from tests.vllm.fake_runner import TOKENS
@@ -38,6 +39,7 @@ from kvstrata.integration.vllm.blend.lookups import RunLookup
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.supported import refuse_engine
 from kvstrata.integration.vllm.connector import KVStrataConnector
+from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
 
@@ -385,6 +387,31 @@ def test_what_is_offered_stays_the_same_until_vllm_does_not_take_it_and_is_undon
     eventually(bench.nothing_is_leased, "what is not taken stays leased")
     half.finished(asked, ([],))
     half.take_stats()  # in which its end is counted
+
+
+@pytest.mark.parametrize(("answer_seconds", "tokens"), [(0.1, 10 * TOKENS), (2.0, None)])
+def test_an_answer_that_spares_so_much_is_waited_for_longer_also_beside_other_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, answer_seconds: float, tokens: int | None
+) -> None:
+    waits = {"lookup_wait_seconds": 0.05, "lookup_timeout_seconds": PATIENCE_SECONDS}
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT, **waits)
+    half: Any = engine.half
+    text = prompt(1, 10 * TOKENS)
+    engine.serve("said", text, 2)
+    bench.hears()
+    engine.add("other", prompt(2, 8), 40)
+    engine.step()
+    real = KVManager.get_match
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(answer_seconds)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(KVManager, "get_match", slow)
+    asked = asking(text)
+    assert half._match_runs(asked, 0) == tokens
+    half._drop(asked)
+    engine.run()
 
 
 def test_lookups_of_runs_count_among_those_that_keep_half_of_the_host_tier(

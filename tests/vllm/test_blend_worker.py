@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 
 from kvstrata.blend.plan import BlendPlan, Positions, ReusedRuns
 from kvstrata.blend.rules import HkvdRule, TwoRoundQueryRule
-from kvstrata.blend.selection import Recompute, Rule, ScoreAttention, ScoreDeviation
+from kvstrata.blend.selection import Recompute, Rule, ScoreAttention, ScoreDeviation, Step
 from kvstrata.core.load import load_config
 from kvstrata.integration.vllm.blend.connector import BlendConnector
 from kvstrata.integration.vllm.blend.metadata import BlendRequestMeta
@@ -38,6 +38,12 @@ class Recorder:
     """A ``StepRunner`` that only writes down what it was given: kind, first token, tokens."""
 
     forwards: list[list[tuple[str, int, int]]] = field(default_factory=list)
+
+    scoring: float = 1.0  # share of the layers that choosing runs
+    most_tokens: int = 1000
+
+    def share(self, step: Step) -> float:
+        return 1.0 if isinstance(step, Recompute) else self.scoring
 
     def run(self, prompts: Any, steps: Any) -> list[np.ndarray[Any, Any]]:
         kinds = [KINDS[type(step)] for step in steps]
@@ -243,6 +249,28 @@ def test_what_the_budget_does_not_hold_waits_and_the_oldest_ends_first() -> None
     assert ended == ["older", "younger"]
 
 
+def test_tokens_that_choose_count_as_the_share_of_the_layers_that_they_go_through() -> None:
+    """168 tokens ask, then three are chosen, two of which ask once more, and 139 are computed."""
+    worker = worker_of(runner := Recorder(scoring=0.25))
+    worker.begin(request("one", 1), SERVER)
+    assert worker.advance(SLOTS, 1000, 100) == []
+    *chosen, [(kind, _, begun)] = runner.forwards
+    assert [[each[0] for each in forward] for forward in chosen] == [["score"], ["score"]]
+    asked = sum(tokens for forward in chosen for _, _, tokens in forward)
+    assert asked > 100
+    assert (kind, begun) == ("recompute", int(100 - asked / 4))
+    assert len(worker.advance(SLOTS, 1000, 1000)) == 1
+
+
+def test_no_forward_has_more_tokens_than_the_engine_has_memory_for() -> None:
+    worker = worker_of(runner := Recorder(scoring=0.25, most_tokens=30))
+    for name, exact_blocks in (("older", 1), ("younger", 2)):
+        worker.begin(request(name, exact_blocks), SERVER)
+    ended = worker.advance(SLOTS, 1000, 1000)
+    assert [each.request_id for each in ended] == ["older", "younger"]
+    assert {sum(n for _, _, n in forward) for forward in runner.forwards} <= {*range(1, 31)}
+
+
 @pytest.mark.parametrize(("most_slots", "moved"), [(9, [50, 50, 16]), (1, [50, 10, 20, 20, 5, 11])])
 def test_of_what_is_reused_a_step_moves_no_more_than_it_may(
     most_slots: int, moved: list[int]
@@ -424,6 +452,7 @@ def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(
 class Heads:
     """The model of a rank that has some heads; one forward makes *after* of their keys."""
 
+    most_tokens: ClassVar[int] = 1000
     after: torch.Tensor  # (token,)
     ranks: Any
     breaks: bool = False  # when the keys before it are read
@@ -496,6 +525,7 @@ def test_both_ranks_choose_what_deviates_most_over_the_heads_of_both(two_ranks: 
 class AttendingHeads:
     """The model of a rank that has one head, all of whose queries are 1."""
 
+    most_tokens: ClassVar[int] = 1000
     products: torch.Tensor  # (token,), of each query with that key
     ranks: Any
     tokens: int = BLOCK_TOKENS

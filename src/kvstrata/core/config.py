@@ -187,8 +187,8 @@ class Config(BlendFields):
         default=0.001,
         description=(
             "Seconds for which the engine's scheduler waits for the reply to a lookup before it "
-            "goes on and asks again; four times as long where it has no other request. At most "
-            "`lookup_timeout_seconds`."
+            "goes on and asks again; four times as long where it has no other request, and 16 times "
+            "for tokens that are to be blended. At most `lookup_timeout_seconds`."
         ),
         examples=["0.001"],
     )

@@ -158,10 +158,12 @@ class SchedulerHalf:
     @property
     def _lookup_wait_seconds(self) -> float:
         """What an answer is worth waiting for: less where other requests could run meanwhile."""
-        wait_seconds = self._config.lookup_wait_seconds
-        if len(self._requests) > 1:
-            return wait_seconds
-        return min(_ALONE * wait_seconds, self._config.lookup_timeout_seconds)
+        return self._wait_seconds(_ALONE if len(self._requests) <= 1 else 1)
+
+    def _wait_seconds(self, times: int) -> float:
+        """So many *times* ``lookup_wait_seconds``, and never longer than an answer counts."""
+        config = self._config
+        return min(times * config.lookup_wait_seconds, config.lookup_timeout_seconds)
 
     def allocated(
         self, request: Request, block_ids: Callable[[], BlockIds], external_tokens: int

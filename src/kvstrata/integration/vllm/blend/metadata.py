@@ -35,7 +35,10 @@ class BlendRequestMeta:
 
 @dataclass(slots=True)
 class BlendConnectorMeta(KVConnectorMetadata):
-    """The requests to begin in a step, and how many tokens may be moved and run for all in it."""
+    """The requests to begin in a step, and how many tokens may be moved and run for all in it.
+
+    One that is run up to a layer counts as the share of the layers that it goes through.
+    """
 
     requests: list[BlendRequestMeta] = field(default_factory=list)
     most_moved: int = 0

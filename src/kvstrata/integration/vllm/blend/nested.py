@@ -65,6 +65,7 @@ class NestedForward:
         (group,) = kv_cache_config.kv_cache_groups
         context = vllm_config.compilation_config.static_forward_context
         layer: Attention = context[group.layer_names[0]]
+        self.most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: VllmModelForTextGeneration = model
         self._vllm_config = vllm_config
         self._device = device

@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 _OWN_SHARE: Final = 4  # where other prompts fill a step, blending runs this part of it besides
 _FEW_TOKENS: Final = 64  # of a step that does little but decode
+_PATIENCE: Final = 16  # times as long: asked again, it would wait for a step of other prompts
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +182,7 @@ class BlendScheduler(SchedulerHalf):
         if lookup is None:
             return 0
         if candidate.plan is None:
-            until = lookup.sent_at + self._lookup_wait_seconds
+            until = lookup.sent_at + self._wait_seconds(_PATIENCE)
             self._link.hear(lambda: lookup.is_answered, until)
             if not lookup.is_settled(self._config):
                 self._loads.waits()

@@ -54,6 +54,22 @@ class StepRunner:
         self._ranks = ranks
         self._taps = taps
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a forward: those of a step of the engine, which has set memory aside for them."""
+        return self._nested.most_tokens
+
+    def share(self, step: Step) -> float:
+        """Of the model's layers, those that *step* runs: what a token of it costs of a whole one."""
+        match step:
+            case Recompute():
+                return 1.0
+            case ScoreAttention():
+                last = self._scored[-1]
+            case ScoreDeviation(layer=last):
+                pass
+        return (last + 1) / len(self._layers)
+
     def run(self, prompts: Sequence[Prompt], steps: Sequence[Step]) -> list[Scores]:
         """Run a step of each of *prompts*, all of one kind (`same_kind`); the scores of each."""
         positions = [torch.from_numpy(step.positions) for step in steps]

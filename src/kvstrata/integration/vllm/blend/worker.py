@@ -140,14 +140,17 @@ class BlendWorker:
         for job in self._jobs:
             job.failed = job.failed or job.request.request_id in request_ids
 
-    def advance(self, mapping: HostMapping | None, to_move: int, to_run: int) -> list[Ended]:
-        """Move up to *to_move* tokens, and run up to *to_run*; what has ended by that."""
+    def advance(self, mapping: HostMapping | None, to_move: int, to_run: float) -> list[Ended]:
+        """Move up to *to_move* tokens, and run up to *to_run*; what has ended by that.
+
+        A token that is run up to a layer counts as the share of the layers that it goes through.
+        """
         self._agree()
         for job in self._jobs:
             if job.can_begin:
                 to_move -= self._begin_stage(job, mapping, to_move)
         self._agree()
-        while to_run > 0 and (batch := self._batch(to_run)):
+        while to_run >= 1 and (batch := self._batch(to_run)):
             to_run -= self._run(batch, to_run)
             self._agree()
         for job in self._jobs:
@@ -225,18 +228,18 @@ class BlendWorker:
             for layer, corrector, each in zip(self._layers, self._correctors, pages, strict=True):
                 layer.move(each, moves, corrector)
 
-    def _batch(self, budget_tokens: int) -> list[tuple[_Job, Step]]:
+    def _batch(self, budget_tokens: float) -> list[tuple[_Job, Step]]:
         """The next steps that make the next forward.
 
         Of the oldest requests whose steps fill *budget_tokens*, first those that have yet to
         choose: what they choose then goes through the model together.
         """
         due: list[tuple[_Job, Step]] = []
-        tokens = 0
+        tokens = 0.0
         for job in sorted(self._jobs, key=lambda job: job.scores is None):  # split steps go on
             if (step := job.step) is not None and not job.failed and tokens < budget_tokens:
                 due.append((job, step))
-                tokens += len(step.positions)
+                tokens += self._runner.share(step) * len(step.positions)
         if due and due[0][0].scores is None:
             due.sort(key=lambda entry: isinstance(entry[1], Recompute))
         batch = due[:1]
@@ -258,13 +261,16 @@ class BlendWorker:
         allocated: int = len(job.request.device_blocks) * self._layers[0].tokens
         return int(step.positions[-1]) >= allocated
 
-    def _run(self, batch: Sequence[tuple[_Job, Step]], budget_tokens: int) -> int:
-        """Run the steps of *batch*, but what of the last is too much; how many tokens were run."""
-        jobs = [job for job, _ in batch]
-        left, halves = budget_tokens, []
-        for _, step in batch:
-            halves.append(split(step, left))
-            left -= len(halves[-1][0].positions)
+    def _run(self, batch: Sequence[tuple[_Job, Step]], budget_tokens: float) -> float:
+        """Run the steps of *batch*, but what is too much; how many tokens were run, as of ``advance``."""
+        share = self._runner.share(batch[0][1])
+        most = left = min(self._runner.most_tokens, int(budget_tokens / share))
+        jobs, halves = [], []
+        for job, step in batch:
+            if left:
+                jobs.append(job)
+                halves.append(split(step, left))
+                left -= len(halves[-1][0].positions)
         try:
             (step, rest), *_ = halves
             if rest is None and jobs[0].stage is not _Stage.REUSE:
@@ -279,7 +285,7 @@ class BlendWorker:
         else:
             for job in jobs:
                 self._end_stage(job)
-        return budget_tokens - left
+        return share * (most - left)
 
     @staticmethod
     def _take(job: _Job, scores: Scores, rest: Step | None) -> None:
