@@ -1,8 +1,7 @@
 """What KVStrata costs vLLM when it has nothing to give: throughput beside no connector.
 
     python -m bench.overhead                   # 4 starts of both engines, 5 rounds each
-    python -m bench.overhead --quick           # 1 start, 3 rounds
-    python -m bench.overhead --json run.json   # every measurement
+    python -m bench.overhead --quick --json run.json   # 1 start, 3 rounds; every measurement
 
 Batches of prompts with KVStrata and without a connector, A B B A; first with nothing to be found, then
 with all of it in the device cache. Two starts of the same engine differ by more than the bounds leave,

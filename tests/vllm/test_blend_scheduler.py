@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,19 +399,67 @@ def test_an_answer_that_spares_so_much_is_waited_for_longer_also_beside_other_re
     text = prompt(1, 10 * TOKENS)
     engine.serve("said", text, 2)
     bench.hears()
-    engine.add("other", prompt(2, 8), 40)
+    for name in ("other", "another"):
+        engine.add(name, prompt(2, 8), 40)
     engine.step()
-    real = KVManager.get_match
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(answer_seconds)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(KVManager, "get_match", slow)
+    assert half._lookup_wait_seconds == 0.05
+    answer_late(monkeypatch, answer_seconds)
     asked = asking(text)
     assert half._match_runs(asked, 0) == tokens
     half._drop(asked)
     engine.run()
+
+
+def answer_late(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    real = KVManager.get_match
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(KVManager, "get_match", slow)
+
+
+def test_lookups_of_a_step_are_waited_for_as_long_as_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = {"lookup_wait_seconds": 0.01, "lookup_timeout_seconds": PATIENCE_SECONDS}
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT, **waits)
+    half: Any = engine.half
+    text = prompt(1, 10 * TOKENS)
+    engine.serve("said", text, 2)
+    bench.hears()
+    answer_late(monkeypatch, 2.0)
+    asked = [asking(text, name=name) for name in "abcd"]
+    waited: list[float] = []
+    hear = half._link.hear
+
+    def spy(is_true: Callable[[], bool], until: float) -> None:
+        waited.append(until - time.monotonic())
+        hear(is_true, until)
+
+    monkeypatch.setattr(half._link, "hear", spy)
+    assert [half._match_runs(each, 0) for each in asked] == [None] * 4
+    assert waited[0] > 0.1
+    assert max(waited[1:]) <= half._lookup_wait_seconds == 0.04
+    for each in asked:
+        half._drop(each)
+
+
+def test_a_server_that_is_silent_about_runs_is_asked_nothing_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = {"lookup_wait_seconds": 0.01, "lookup_timeout_seconds": 0.1}
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT, **waits)
+    half: Any = engine.half
+    text = prompt(1, 10 * TOKENS)
+    engine.serve("said", text, 2)
+    bench.hears()
+    answer_late(monkeypatch, 1.0)
+    asked = asking(text)
+    eventually(lambda: half._match_runs(asked, 0) == 0, "a silent server is waited for")
+    assert not half._link.ready
+    half._drop(asked)
 
 
 def test_lookups_of_runs_count_among_those_that_keep_half_of_the_host_tier(

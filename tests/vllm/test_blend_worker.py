@@ -39,11 +39,12 @@ class Recorder:
 
     forwards: list[list[tuple[str, int, int]]] = field(default_factory=list)
 
-    scoring: float = 1.0  # share of the layers that choosing runs
+    layers: int = 4
+    scored: int = 4  # layers that choosing runs
     most_tokens: int = 1000
 
-    def share(self, step: Step) -> float:
-        return 1.0 if isinstance(step, Recompute) else self.scoring
+    def layers_of(self, step: Step) -> int:
+        return self.layers if isinstance(step, Recompute) else self.scored
 
     def run(self, prompts: Any, steps: Any) -> list[np.ndarray[Any, Any]]:
         kinds = [KINDS[type(step)] for step in steps]
@@ -250,25 +251,41 @@ def test_what_the_budget_does_not_hold_waits_and_the_oldest_ends_first() -> None
 
 
 def test_tokens_that_choose_count_as_the_share_of_the_layers_that_they_go_through() -> None:
-    """168 tokens ask, then three are chosen, two of which ask once more, and 139 are computed."""
-    worker = worker_of(runner := Recorder(scoring=0.25))
+    """128 and three of a quarter of the layers leave 67 of 100."""
+    worker = worker_of(runner := Recorder(scored=1))
     worker.begin(request("one", 1), SERVER)
     assert worker.advance(SLOTS, 1000, 100) == []
-    *chosen, [(kind, _, begun)] = runner.forwards
-    assert [[each[0] for each in forward] for forward in chosen] == [["score"], ["score"]]
-    asked = sum(tokens for forward in chosen for _, _, tokens in forward)
-    assert asked > 100
-    assert (kind, begun) == ("recompute", int(100 - asked / 4))
+    chosen = [[("score", 72, 128)], [("score", 32, 3)]]
+    assert runner.forwards == [*chosen, [("recompute", 32, 67)]]
     assert len(worker.advance(SLOTS, 1000, 1000)) == 1
+    assert runner.forwards[3:] == [[("recompute", 133, 59)]]
 
 
 def test_no_forward_has_more_tokens_than_the_engine_has_memory_for() -> None:
-    worker = worker_of(runner := Recorder(scoring=0.25, most_tokens=30))
+    worker = worker_of(runner := Recorder(scored=1, most_tokens=30))
     for name, exact_blocks in (("older", 1), ("younger", 2)):
         worker.begin(request(name, exact_blocks), SERVER)
     ended = worker.advance(SLOTS, 1000, 1000)
     assert [each.request_id for each in ended] == ["older", "younger"]
     assert {sum(n for _, _, n in forward) for forward in runner.forwards} <= {*range(1, 31)}
+    computed = [n for forward in runner.forwards for kind, _, n in forward if kind == "recompute"]
+    assert sum(computed) == 126 + 94
+
+
+@pytest.mark.parametrize(
+    ("step", "layers"),
+    [
+        (Recompute(np.arange(9)), 12),
+        (ScoreAttention(np.arange(9), np.arange(2)), 3),
+        (ScoreDeviation(np.arange(9), 4), 5),
+    ],
+)
+def test_a_step_goes_through_the_layers_up_to_the_last_that_it_looks_at(
+    step: Step, layers: int
+) -> None:
+    twelve: list[Any] = [None] * 12
+    runner = StepRunner(SimpleNamespace(), twelve, twelve, SimpleNamespace(), (1, 2), ALONE)  # type: ignore[arg-type]
+    assert (runner.layers, runner.layers_of(step)) == (12, layers)
 
 
 @pytest.mark.parametrize(("most_slots", "moved"), [(9, [50, 50, 16]), (1, [50, 10, 20, 20, 5, 11])])

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 _OWN_SHARE: Final = 4  # where other prompts fill a step, blending runs this part of it besides
 _FEW_TOKENS: Final = 64  # of a step that does little but decode
-_PATIENCE: Final = 16  # times as long: asked again, it would wait for a step of other prompts
+_PATIENCE: Final = 16  # times as long: who is asked again may wait for a step of other prompts
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +134,7 @@ class BlendScheduler(SchedulerHalf):
         self._auditor = Auditor(config.blend_audit_share, config.blend_audit_limit)
         self._payoff = Payoff()
         self._tokens_before = 0  # of the last step
+        self._patient_until: float | None = None  # in this step, once one of its lookups has waited
         self._planned: list[BlendRequestMeta] = []
         self._running: dict[int, _Running] = {}  # by the first of its tasks
 
@@ -182,13 +183,22 @@ class BlendScheduler(SchedulerHalf):
         if lookup is None:
             return 0
         if candidate.plan is None:
-            until = lookup.sent_at + self._wait_seconds(_PATIENCE)
-            self._link.hear(lambda: lookup.is_answered, until)
+            self._link.hear(lambda: lookup.is_answered, self._wait_until(lookup))
             if not lookup.is_settled(self._config):
                 self._loads.waits()
                 return None
+            if not lookup.is_answered:
+                self._link.too_slow()
             self._settle(request, candidate, lookup)
         return 0 if candidate.plan is None else candidate.plan.end - first_token
+
+    def _wait_until(self, lookup: RunLookup) -> float:
+        """When *lookup* is to be asked again: all of a step are waited for as long as one, together."""
+        patience_seconds = self._wait_seconds(_PATIENCE)
+        if self._patient_until is None:
+            self._patient_until = time.monotonic() + patience_seconds
+        longest = min(self._patient_until, lookup.sent_at + patience_seconds)
+        return max(longest, lookup.sent_at + self._lookup_wait_seconds)
 
     def _has_room(self, request: Request, computed_tokens: int) -> bool:
         """Whether what *request*'s plan needs is reserved; if not, it is computed as ever."""
@@ -278,6 +288,7 @@ class BlendScheduler(SchedulerHalf):
         self._begin(request, candidate, plan, device_blocks, held, loaded_tokens=exact)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
+        self._patient_until = None
         self._room.release()
         self._learning.catch_up()  # of the step before: what this one offers does not hold it up
         step = super().plan(output)

@@ -59,16 +59,20 @@ class StepRunner:
         """Of a forward: those of a step of the engine, which has set memory aside for them."""
         return self._nested.most_tokens
 
-    def share(self, step: Step) -> float:
-        """Of the model's layers, those that *step* runs: what a token of it costs of a whole one."""
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self._layers)
+
+    def layers_of(self, step: Step) -> int:
+        """How many of them a token of *step* goes through."""
         match step:
             case Recompute():
-                return 1.0
+                return self.layers
             case ScoreAttention():
-                last = self._scored[-1]
+                return self._scored[-1] + 1
             case ScoreDeviation(layer=last):
-                pass
-        return (last + 1) / len(self._layers)
+                return last + 1
 
     def run(self, prompts: Sequence[Prompt], steps: Sequence[Step]) -> list[Scores]:
         """Run a step of each of *prompts*, all of one kind (`same_kind`); the scores of each."""

@@ -140,7 +140,7 @@ class BlendWorker:
         for job in self._jobs:
             job.failed = job.failed or job.request.request_id in request_ids
 
-    def advance(self, mapping: HostMapping | None, to_move: int, to_run: float) -> list[Ended]:
+    def advance(self, mapping: HostMapping | None, to_move: int, to_run: int) -> list[Ended]:
         """Move up to *to_move* tokens, and run up to *to_run*; what has ended by that.
 
         A token that is run up to a layer counts as the share of the layers that it goes through.
@@ -150,8 +150,9 @@ class BlendWorker:
             if job.can_begin:
                 to_move -= self._begin_stage(job, mapping, to_move)
         self._agree()
-        while to_run >= 1 and (batch := self._batch(to_run)):
-            to_run -= self._run(batch, to_run)
+        budget = to_run * self._runner.layers
+        while budget >= self._runner.layers and (batch := self._batch(budget)):
+            budget -= self._run(batch, budget)
             self._agree()
         for job in self._jobs:
             job.awaits_step = False  # the next call comes in the next step
@@ -228,18 +229,18 @@ class BlendWorker:
             for layer, corrector, each in zip(self._layers, self._correctors, pages, strict=True):
                 layer.move(each, moves, corrector)
 
-    def _batch(self, budget_tokens: float) -> list[tuple[_Job, Step]]:
+    def _batch(self, budget: int) -> list[tuple[_Job, Step]]:
         """The next steps that make the next forward.
 
-        Of the oldest requests whose steps fill *budget_tokens*, first those that have yet to
+        Of the oldest requests whose steps fill the *budget*, in tokens times layers, first those that have yet to
         choose: what they choose then goes through the model together.
         """
         due: list[tuple[_Job, Step]] = []
-        tokens = 0.0
+        work = 0
         for job in sorted(self._jobs, key=lambda job: job.scores is None):  # split steps go on
-            if (step := job.step) is not None and not job.failed and tokens < budget_tokens:
+            if (step := job.step) is not None and not job.failed and work < budget:
                 due.append((job, step))
-                tokens += self._runner.share(step) * len(step.positions)
+                work += self._runner.layers_of(step) * len(step.positions)
         if due and due[0][0].scores is None:
             due.sort(key=lambda entry: isinstance(entry[1], Recompute))
         batch = due[:1]
@@ -261,10 +262,10 @@ class BlendWorker:
         allocated: int = len(job.request.device_blocks) * self._layers[0].tokens
         return int(step.positions[-1]) >= allocated
 
-    def _run(self, batch: Sequence[tuple[_Job, Step]], budget_tokens: float) -> float:
-        """Run the steps of *batch*, but what is too much; how many tokens were run, as of ``advance``."""
-        share = self._runner.share(batch[0][1])
-        most = left = min(self._runner.most_tokens, int(budget_tokens / share))
+    def _run(self, batch: Sequence[tuple[_Job, Step]], budget: int) -> int:
+        """Run the steps of *batch*, but what is too much for the *budget*; how much of it that took."""
+        layers = self._runner.layers_of(batch[0][1])
+        most = left = min(self._runner.most_tokens, budget // layers)
         jobs, halves = [], []
         for job, step in batch:
             if left:
@@ -285,7 +286,7 @@ class BlendWorker:
         else:
             for job in jobs:
                 self._end_stage(job)
-        return share * (most - left)
+        return layers * (most - left)
 
     @staticmethod
     def _take(job: _Job, scores: Scores, rest: Step | None) -> None:
