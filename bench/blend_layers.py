@@ -11,9 +11,7 @@ then each prompt both exactly and blended (``blend_audit_share: 1``). What diffe
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -23,8 +21,7 @@ from typing import Any, Final
 import numpy as np
 from bench.blend.checkpoint import SHIPPED
 from bench.blend.task import BOS, DOCUMENT_TOKENS, FILLER, Kind, make_prompts
-
-from kvstrata.bench.fleet import environment
+from bench.own_engine import blending_engine, count, each_in_its_own_process, generate
 
 __all__ = ["Found", "Prompt", "best", "pairs", "read_prompts", "shipped_prompts", "table"]
 
@@ -98,8 +95,7 @@ def table(found: Sequence[Found]) -> Iterator[str]:
 
 def measure(order: dict[str, Any]) -> Found:
     """Run one engine, in this process and its children."""
-    from prometheus_client import REGISTRY
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     settings = {
         "tiers": "host:1GiB",
@@ -112,23 +108,9 @@ def measure(order: dict[str, Any]) -> Found:
         "blend_min_saved_share": 0,
         "blend_audit_share": 1,
         "blend_audit_limit": 1e9,
-        "lookup_timeout_seconds": 30,  # nothing is timed
-        "load_timeout_seconds": 30,
-        "save_timeout_seconds": 30,
     }
-    engine = LLM(
-        model=order["model"],
-        skip_tokenizer_init=order["has_ids"],
-        disable_log_stats=False,
-        enforce_eager=True,
-        kv_transfer_config={
-            "kv_connector": "BlendConnector",
-            "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings,
-        },
-        **order["engine"],
+    engine = blending_engine(
+        order["model"], settings, skip_tokenizer_init=order["has_ids"], **order["engine"]
     )
 
     def ids(text: Any) -> list[int]:
@@ -143,14 +125,9 @@ def measure(order: dict[str, Any]) -> Found:
     prompts = [Prompt(**prompt) for prompt in order["prompts"]]
     teach = [[*before, *ids(d), *behind] for prompt in prompts for d in prompt.documents]
     ask = [[*before, *chain(*map(ids, p.documents)), *ids(p.question)] for p in prompts]
-    engine.generate([{"prompt_token_ids": t} for t in teach], one, use_tqdm=False)
-    engine.reset_prefix_cache()
-    engine.generate([{"prompt_token_ids": t} for t in ask], blended, use_tqdm=False)
-    engine.generate([{"prompt_token_ids": ask[0][:8]}], one, use_tqdm=False)  # the last are counted
-
-    def count(name: str, **labels: str) -> float:
-        samples = [s for family in REGISTRY.collect() for s in family.samples if s.name == name]
-        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+    generate(engine, teach, one)
+    generate(engine, ask, blended)
+    generate(engine, [ask[0][:8]], one)  # the last are counted
 
     return Found(
         tuple(order["layers"]),
@@ -158,17 +135,6 @@ def measure(order: dict[str, Any]) -> Found:
         int(count("kvstrata_blend_audits_total", result="same")),
         count("kvstrata_blend_audit_divergence_total"),
     )
-
-
-def ask_child(order: dict[str, Any]) -> Found:
-    """``measure`` in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
-        said, answer = Path(folder, "order.json"), Path(folder, "found.json")
-        said.write_text(json.dumps(order), encoding="utf-8")
-        child = [sys.executable, "-m", "bench.blend_layers", "--child", str(said), str(answer)]
-        subprocess.run(child, stdout=sys.stderr, env=environment(None), check=True)
-        found = json.loads(answer.read_text(encoding="utf-8"))
-    return Found(**{**found, "layers": tuple(found["layers"])})
 
 
 def order_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -202,13 +168,7 @@ def main() -> int:
     parser.add_argument("--rule", default=RULES[0], choices=RULES, help="blend_rule")
     parser.add_argument("--layers", nargs="+", help="choices to try, as 3,4; default: pairs")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        said, answer = options.child
-        found = measure(json.loads(said.read_text(encoding="utf-8")))
-        answer.write_text(json.dumps(asdict(found)), encoding="utf-8")
-        return 0
     if (options.model is None) != (options.prompts is None):
         parser.error("--model and --prompts go together")
     order = order_of(options)
@@ -217,9 +177,9 @@ def main() -> int:
     else:
         choices = pairs(_layers_of(order["model"]))
     tried: list[Found] = []
-    for layers in choices:
-        tried.append(ask_child({**order, "layers": layers}))
-        print(f"{layers}: {tried[-1].mean:.4f} nats", file=sys.stderr)
+    for found in each_in_its_own_process(measure, [{**order, "layers": each} for each in choices]):
+        tried.append(found)
+        print(f"{found.layers}: {found.mean:.4f} nats", file=sys.stderr)
     print(*table(tried), sep="\n")
     if options.json:
         text = json.dumps([asdict(each) for each in tried], indent=1) + "\n"

@@ -7,15 +7,13 @@ Exits with 1 if a bound is missed. See bench/README.md for what is measured.
 """
 
 import argparse
-import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bench.blend_match import (
     DONORS,
@@ -26,8 +24,8 @@ from bench.blend_match import (
     Bed,
     Documents,
 )
+from bench.own_engine import blending_engine, count, each_in_its_own_process, generate
 
-from kvstrata.bench.fleet import environment
 from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
 
 __all__ = ["Kept", "bounds", "table"]
@@ -50,12 +48,8 @@ SETTINGS: Final = {
     "blend_if_slower": True,
     "blend_audit_share": 0,
     "recompute_ratio": 0,
-    "lookup_timeout_seconds": 30,  # nothing is timed
-    "load_timeout_seconds": 30,
-    "save_timeout_seconds": 30,
+    "tokens_per_block": BLOCK_TOKENS,
 }
-# In which the metrics are, and without its warnings of prefix caches that wait for saves.
-_IN_ONE_PROCESS: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -92,43 +86,24 @@ def bounds(kept: Kept) -> Iterator[str]:
 
 def measure(model: str, blend_again: bool, prompts: tuple[int, int]) -> Kept:
     """Run one engine, in this process and its children."""
-    from prometheus_client import REGISTRY
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    engine = LLM(
-        model=model,
+    engine = blending_engine(
+        model,
+        SETTINGS | {"blend_again": blend_again},
         dtype=MODEL.dtype,
         skip_tokenizer_init=True,
-        disable_log_stats=False,
-        enforce_eager=True,
         block_size=BLOCK_TOKENS,
         max_model_len=MODEL_TOKENS,
         num_gpu_blocks_override=2 * MODEL_TOKENS // BLOCK_TOKENS,
         gpu_memory_utilization=0.05,
         max_num_seqs=1,
-        kv_transfer_config={
-            "kv_connector": "BlendConnector",
-            "kv_connector_module_path": "kvstrata.integration.vllm.blend.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": SETTINGS
-            | {"tokens_per_block": BLOCK_TOKENS, "blend_again": blend_again},
-        },
     )
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 
-    def ask(tokens: list[int]) -> None:
-        engine.generate([{"prompt_token_ids": tokens}], one, use_tqdm=False)
-        while not engine.reset_prefix_cache():  # refused while saves hold blocks
-            engine.generate([{"prompt_token_ids": [1, 2, 3]}], one, use_tqdm=False)
-
-    def count(name: str, **labels: str) -> float:
-        samples = [s for family in REGISTRY.collect() for s in family.samples if s.name == name]
-        return sum(s.value for s in samples if labels.items() <= s.labels.items())
-
     def counts() -> tuple[float, float, float]:
         """Stored and reused tokens, and blended prompts."""
-        ask([1, 2, 3])  # the last are counted
+        generate(engine, [[1, 2, 3]], one)  # the last are counted
         return (
             BLOCK_TOKENS * count("kvstrata_saved_blocks_total"),
             count("kvstrata_blend_tokens_total", kind="reused"),
@@ -139,13 +114,13 @@ def measure(model: str, blend_again: bool, prompts: tuple[int, int]) -> Kept:
     unique = sum(map(len, work.documents))
     first, later = prompts
     for _ in range(first):
-        ask(work.prompt()[0].tolist())
+        generate(engine, [work.prompt()[0].tolist()], one)
     stored_at_first, reused_before, blended_before = counts()
     wanted = 0
     for _ in range(later):
         tokens, is_document = work.prompt()
         wanted += int(is_document.sum())
-        ask(tokens.tolist())
+        generate(engine, [tokens.tolist()], one)
     stored, reused, blended = counts()
     return Kept(
         blend_again,
@@ -166,16 +141,15 @@ def main() -> int:
         help="the first, and the later ones",
     )
     options = parser.parse_args()
-    os.environ.update(environment(None) | _IN_ONE_PROCESS)
+    os.environ.setdefault(
+        "VLLM_LOGGING_LEVEL", "ERROR"
+    )  # it warns of each reset that waits for saves
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         write_tiny_llama(Path(folder), MODEL)
-        asked: list[Any] = [(folder, again, tuple(options.prompts)) for again in (False, True)]
-        # A process for each: vLLM keeps one engine's metrics for as long as its process lives.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
-            found = [*processes.map(measure, *zip(*asked, strict=True))]
+        prompts = tuple(options.prompts)
+        found = [*each_in_its_own_process(measure, [folder] * 2, [False, True], [prompts] * 2)]
     print(*table(found), sep="\n")
-    if tuple(options.prompts) != (DONORS, TARGETS):
+    if prompts != (DONORS, TARGETS):
         return 0  # of fewer prompts few documents have been seen
     missed = [*bounds(found[-1])]
     print("\nbounds NOT met:" if missed else "\nall bounds met", *missed, sep="\n")

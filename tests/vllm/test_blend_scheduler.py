@@ -359,14 +359,20 @@ def test_what_was_still_being_saved_when_it_was_asked_for_is_not_taken_for_lost(
     assert half._saves.under_way() == set()
 
 
-def test_what_is_offered_stays_the_same_until_vllm_does_not_take_it_and_is_undone_then(
-    bench: Bench,
-) -> None:
-    engine = bench.engine(connector=BlendConnector, **WORTH_IT)
-    half: Any = engine.half
+def taught(bench: Bench, **settings: Any) -> tuple[Engine, list[int]]:
+    """An engine, and what it has saved."""
+    engine = bench.engine(connector=BlendConnector, **WORTH_IT, **settings)
     text = prompt(1, 10 * TOKENS)
     engine.serve("said", text, 2)
     bench.hears()
+    return engine, text
+
+
+def test_what_is_offered_stays_the_same_until_vllm_does_not_take_it_and_is_undone_then(
+    bench: Bench,
+) -> None:
+    engine, text = taught(bench)
+    half: Any = engine.half
     asked, plain = asking(text), asking(text, name="plain")
     half.on_new_request(asked)
     offers: list[tuple[tuple[int | None, bool], list[bytes]]] = []
@@ -389,16 +395,22 @@ def test_what_is_offered_stays_the_same_until_vllm_does_not_take_it_and_is_undon
     half.take_stats()  # in which its end is counted
 
 
+def answer_late(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    real = KVManager.get_match
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(KVManager, "get_match", slow)
+
+
 @pytest.mark.parametrize(("answer_seconds", "tokens"), [(0.1, 10 * TOKENS), (2.0, None)])
 def test_an_answer_that_spares_so_much_is_waited_for_longer_also_beside_other_requests(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, answer_seconds: float, tokens: int | None
 ) -> None:
-    waits = {"lookup_wait_seconds": 0.05, "lookup_timeout_seconds": PATIENCE_SECONDS}
-    engine = bench.engine(connector=BlendConnector, **WORTH_IT, **waits)
+    engine, text = taught(bench, lookup_wait_seconds=0.05, lookup_timeout_seconds=PATIENCE_SECONDS)
     half: Any = engine.half
-    text = prompt(1, 10 * TOKENS)
-    engine.serve("said", text, 2)
-    bench.hears()
     for name in ("other", "another"):
         engine.add(name, prompt(2, 8), 40)
     engine.step()
@@ -410,25 +422,11 @@ def test_an_answer_that_spares_so_much_is_waited_for_longer_also_beside_other_re
     engine.run()
 
 
-def answer_late(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    real = KVManager.get_match
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(KVManager, "get_match", slow)
-
-
 def test_lookups_of_a_step_are_waited_for_as_long_as_one(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = {"lookup_wait_seconds": 0.01, "lookup_timeout_seconds": PATIENCE_SECONDS}
-    engine = bench.engine(connector=BlendConnector, **WORTH_IT, **waits)
+    engine, text = taught(bench, lookup_wait_seconds=0.01, lookup_timeout_seconds=PATIENCE_SECONDS)
     half: Any = engine.half
-    text = prompt(1, 10 * TOKENS)
-    engine.serve("said", text, 2)
-    bench.hears()
     answer_late(monkeypatch, 2.0)
     asked = [asking(text, name=name) for name in "abcd"]
     waited: list[float] = []
@@ -449,12 +447,8 @@ def test_lookups_of_a_step_are_waited_for_as_long_as_one(
 def test_a_server_that_is_silent_about_runs_is_asked_nothing_more(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = {"lookup_wait_seconds": 0.01, "lookup_timeout_seconds": 0.1}
-    engine = bench.engine(connector=BlendConnector, **WORTH_IT, **waits)
+    engine, text = taught(bench, lookup_wait_seconds=0.01, lookup_timeout_seconds=0.1)
     half: Any = engine.half
-    text = prompt(1, 10 * TOKENS)
-    engine.serve("said", text, 2)
-    bench.hears()
     answer_late(monkeypatch, 1.0)
     asked = asking(text)
     eventually(lambda: half._match_runs(asked, 0) == 0, "a silent server is waited for")
@@ -466,11 +460,8 @@ def test_lookups_of_runs_count_among_those_that_keep_half_of_the_host_tier(
     folder: Path,
 ) -> None:
     with start(folder, 4 * 10 - 1) as bench:
-        engine = bench.engine(connector=BlendConnector, **WORTH_IT)
+        engine, text = taught(bench)
         half: Any = engine.half
-        text = prompt(1, 10 * TOKENS)
-        engine.serve("said", text, 2)
-        bench.hears()
         first, second = asking(text, name="first"), asking(text, name="second")
         assert half._match_runs(first, 0) == 10 * TOKENS
         assert half._match_runs(second, 0) is None

@@ -38,7 +38,6 @@ class Recorder:
     """A ``StepRunner`` that only writes down what it was given: kind, first token, tokens."""
 
     forwards: list[list[tuple[str, int, int]]] = field(default_factory=list)
-
     layers: int = 4
     scored: int = 4  # layers that choosing runs
     most_tokens: int = 1000
