@@ -35,6 +35,8 @@ START_SECONDS: Final = 240.0
 ANSWER_SECONDS: Final = 120.0
 
 LOGITS: Final = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
+ROUNDED_ALIKE: Final = {"VLLM_CPU_ATTN_SPLIT_KV": "0", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+"""Environment in which what else is in a forward changes no bit of a token's."""
 TWO_WORKERS: Final = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",

@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 from tests.machines import is_nightly
 from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
-from tests.vllm.engine import LOGITS, TWO_WORKERS, Answer, Ask, Engine, bound_to_cores
+from tests.vllm.engine import (
+    LOGITS,
+    ROUNDED_ALIKE,
+    TWO_WORKERS,
+    Answer,
+    Ask,
+    Engine,
+    bound_to_cores,
+)
 from tests.vllm.oracle import VOCABULARY, Oracle
 
 pytestmark = pytest.mark.vllm
@@ -73,7 +81,7 @@ def pair(
     settings = {"dtype": dtype, "enforce_eager": "compiled" not in rest, **LOGITS}
     if "two" in rest:
         settings |= TWO_WORKERS
-    environment = bound_to_cores(2 if "two" in rest else 1) | {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+    environment = bound_to_cores(2 if "two" in rest else 1) | ROUNDED_ALIKE
     folder = tmp_path_factory.mktemp(request.param)
     extra = {"blend_audit_share": 0, "blend_again": True}
     with ExitStack() as stack:

@@ -42,6 +42,7 @@ from kvstrata.integration.vllm.connector import KVStrataConnector
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
 from kvstrata.server import protocol as p
+from kvstrata.server.client import Pending
 
 LESSON_TOKENS = 32  # of a block
 RECURRENT = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
@@ -56,7 +57,6 @@ def blending_config(folder: Path, role: str = "kv_both") -> VllmConfig:
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
-        ([group(mla())], "MLA"),
         ([group(chunked())], "ChunkedLocalAttentionSpec is neither full attention nor a sliding"),
         ([group(full(attention_chunk_size=128))], "reaches back to the beginning of a chunk"),
         (
@@ -125,8 +125,8 @@ def test_what_has_several_reasons_or_one_without_a_remedy_says_so(folder: Path) 
     hint = "hint: take load_mode away and set pipeline_parallel_size to 1 .*, or set kv_connector"
     with pytest.raises(ConfigError, match=hint):
         refuse_engine(settings, config, planned)
-    with pytest.raises(ConfigError, match=r"; the model's attention is MLA.*\n  hint: set kv_con"):
-        refuse_engine(settings, config, plan(config, group(mla())))
+    with pytest.raises(ConfigError, match=r"; ChunkedLocal.*\n  hint: set kv_con"):
+        refuse_engine(settings, config, plan(config, group(chunked())))
 
 
 def test_an_engine_with_kv_of_another_type_is_refused(folder: Path) -> None:
@@ -145,8 +145,27 @@ def test_an_engine_that_saves_nothing_is_refused(folder: Path) -> None:
         refuse_engine(load_config({}, environ={}), config, plan(config, group(full())))
 
 
-@pytest.mark.parametrize("spec", [full(), full(sliding_window=64), sliding()])
-def test_an_engine_whose_layers_have_windows_is_let_in(folder: Path, spec: KVCacheSpec) -> None:
+@pytest.mark.parametrize(
+    ("device", "attention", "kept", "reason"),
+    [
+        ("cuda", "auto", "auto", "attention is MLA, which blends on CPUs with AMX, and this is cu"),
+        ("cpu", "gathered", "auto", "attention is MLA, and blend_attention is 'gathered'"),
+        ("cpu", "auto", "fp8", "kv_cache_dtype is fp8, and must be auto where attention is MLA"),
+    ],
+)
+def test_latents_are_refused_but_plain_and_on_a_cpu(
+    folder: Path, device: str, attention: str, kept: str, reason: str
+) -> None:
+    config = blending_config(folder)
+    config.device_config.device_type = device
+    config.cache_config.cache_dtype = kept
+    settings = load_config({"blend_attention": attention}, environ={})
+    with pytest.raises(ConfigError, match=reason):
+        refuse_engine(settings, config, plan(config, group(mla())))
+
+
+@pytest.mark.parametrize("spec", [full(), full(sliding_window=64), sliding(), mla()])
+def test_an_engine_with_windows_or_latents_is_let_in(folder: Path, spec: KVCacheSpec) -> None:
     config = blending_config(folder)
     refuse_engine(load_config({}, environ={}), config, plan(config, group(spec)))
 
@@ -453,6 +472,26 @@ def test_a_server_that_is_silent_about_runs_is_asked_nothing_more(
     asked = asking(text)
     eventually(lambda: half._match_runs(asked, 0) == 0, "a silent server is waited for")
     assert not half._link.ready
+    half._drop(asked)
+
+
+def test_a_server_that_has_answered_for_some_runs_in_time_is_asked_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has said is blended."""
+    engine, text = taught(bench, lookup_wait_seconds=0.01, lookup_timeout_seconds=1.0)
+    half: Any = engine.half
+    with monkeypatch.context() as patch:
+        answer_late(patch, 0.1)
+        asked = asking([*text[: 8 * TOKENS], 7, 7, 7, *text[8 * TOKENS :]])
+        assert half._match_runs(asked, 0) is None
+    lookup = half._candidates["later"].lookup
+    assert len(lookup._pending) > 1
+    late, lookup._pending[-1] = lookup._pending[-1], Pending(0)
+    eventually(lambda: half._match_runs(asked, 0) is not None, "an answer is waited for")
+    assert half._match_runs(asked, 0) > 0
+    assert half._link.ready
+    half._link.abandon(late, lookup.connection)
     half._drop(asked)
 
 

@@ -283,7 +283,7 @@ def test_a_step_goes_through_the_layers_up_to_the_last_that_it_looks_at(
     step: Step, layers: int
 ) -> None:
     twelve: list[Any] = [None] * 12
-    runner = StepRunner(SimpleNamespace(), twelve, twelve, SimpleNamespace(), (1, 2), ALONE)  # type: ignore[arg-type]
+    runner = StepRunner(SimpleNamespace(), twelve, twelve, SimpleNamespace(), (1, 2), ALONE)  # type: ignore[arg-type]  # counted, not run
     assert (runner.layers, runner.layers_of(step)) == (12, layers)
 
 
@@ -440,18 +440,17 @@ def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(
     positions = np.arange(8)
 
     def run(rank: int, ranks: Any) -> str:
-        def read_keys(blocks: torch.Tensor) -> torch.Tensor:
+        def read_multiplied(blocks: torch.Tensor) -> torch.Tensor:
             if rank == 1:
                 raise MemoryError("of one rank alone")
             return torch.ones(8, 1, 4)
 
-        layer: Any = SimpleNamespace(
-            sliding_window=None, head_size=4, impl=SimpleNamespace(scale=1.0)
-        )
-        pages: Any = SimpleNamespace(tokens=8, read_keys=read_keys)
+        layer: Any = SimpleNamespace(sliding_window=None, impl=SimpleNamespace(scale=1.0))
+        pages: Any = SimpleNamespace(tokens=8, read_multiplied=read_multiplied)
         nested: Any = SimpleNamespace(run=lambda parts: None)
         taps: Any = SimpleNamespace(
-            until=lambda last, wanted: nullcontext({0: torch.ones(8, 1, 4)})
+            until=lambda last, wanted: nullcontext({0: torch.ones(8, 1, 4)}),
+            multiplied=lambda number, queries: queries,
         )
         runner = StepRunner(nested, [pages], [layer], taps, (0,), ranks)
         try:
@@ -554,15 +553,16 @@ class AttendingHeads:
         self.forwards.append(part.positions.tolist())
         self.queries[0] = torch.ones(len(part.positions), 1, 1)
 
-    def read_keys(self, blocks: torch.Tensor) -> torch.Tensor:
+    def read_multiplied(self, blocks: torch.Tensor) -> torch.Tensor:
         return self.products[:, None, None]
 
     def runner(self) -> StepRunner:
         model: Any = self
-        layer: Any = SimpleNamespace(
-            sliding_window=None, head_size=1, impl=SimpleNamespace(scale=1.0)
+        layer: Any = SimpleNamespace(sliding_window=None, impl=SimpleNamespace(scale=1.0))
+        taps: Any = SimpleNamespace(
+            until=lambda last, wanted: nullcontext(self.queries),
+            multiplied=lambda number, queries: queries,
         )
-        taps: Any = SimpleNamespace(until=lambda last, wanted: nullcontext(self.queries))
         return StepRunner(model, [model], [layer], taps, (0,), self.ranks)
 
 

@@ -19,6 +19,7 @@ from tests.vllm.plans import (
     tensors,
     vllm_config,
 )
+from tests.vllm.tiny_deepseek import DEEPSEEK
 from vllm import EngineArgs
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
@@ -61,27 +62,6 @@ WHISPER = {
     "decoder_ffn_dim": 128,
     "vocab_size": 1024,
     "max_target_positions": 448,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 2,
-    "moe_intermediate_size": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
 

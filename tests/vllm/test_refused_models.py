@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.vllm.engine import Engine, EngineFailed
 from tests.vllm.oracle import VOCABULARY
+from tests.vllm.tiny_deepseek import write_deepseek
 from tests.vllm.tiny_qwen3_next import SETTINGS, write_qwen3_next
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -65,8 +66,17 @@ def write_whisper(folder: Path) -> None:
             },
             "is an encoder-decoder model: its decoder's KV depends on the encoder's input",
         ),
+        (
+            write_deepseek,
+            {
+                "dtype": "bfloat16",
+                "attention_config": {"backend": "CPU_MLA"},  # what there is without AMX
+                "num_gpu_blocks_override": 128,  # of 16 tokens
+            },
+            "vLLM runs with neither chunked prefill nor prefix caching",
+        ),
     ],
-    ids=["Qwen3-Next", "Whisper"],
+    ids=["Qwen3-Next", "Whisper", "DeepSeek"],
 )
 def test_the_engine_stops_with_the_reason_and_the_way_out(
     tmp_path: Path, write: Callable[[Path], None], settings: dict[str, Any], reason: str

@@ -36,13 +36,11 @@ pytestmark = pytest.mark.vllm
 
 TOKENS_PER_BLOCK: Final = 64
 TIMEOUTS: Final[dict[str, Any]] = {
-    "lookup_timeout_seconds": 0.5,
+    "lookup_timeout_seconds": 5,  # on a busy machine the answer of a running server may be late
     "load_timeout_seconds": 2,
     "save_timeout_seconds": 2,
     "reconnect_seconds": 0.2,
 }
-# Where answers of a running server count: on a busy machine they may be late.
-PATIENT: Final[dict[str, Any]] = {**TIMEOUTS, "lookup_timeout_seconds": 5}
 WAITS_SECONDS: Final = 5 + 2 + 2  # what the cache may cost a request at most
 COMPUTE_SECONDS: Final = 40.0  # for a whole run, on a machine that others use too
 
@@ -143,8 +141,8 @@ def test_embedded_server_killed_under_load(embedded: Bench, name: str, step: int
     embedded.run(embedded.mixed(), kill, kill=lambda: os.kill(victim, signal.SIGKILL))
     embedded.wait_for_hits()
     assert embedded.engine.server_pid() not in {None, victim}
-    found = [embedded.hits_of(prompt) == _whole_blocks(prompt) for prompt in embedded.old]
-    assert found.count(True) > len(found) / 2  # from disk; on a busy machine an answer may be late
+    for prompt in embedded.old:
+        assert embedded.hits_of(prompt) == _whole_blocks(prompt)  # from disk
 
 
 @pytest.mark.parametrize("step", [1, 12])
@@ -228,7 +226,7 @@ def attached(
             "server": "attached",
             "socket": str(operator.socket),
             "start_timeout_seconds": 1,
-            **PATIENT,
+            **TIMEOUTS,
         },
     }
     log = tmp_path_factory.mktemp("attached") / "vllm.log"

@@ -272,11 +272,18 @@ BLENDING: Final[Surface] = {
     },
     "vllm.model_executor.layers.attention": {
         "Attention": "",
+        "MLAAttention": "",
     },
     "vllm.model_executor.layers.attention.attention": {
         "Attention": (
             "attn_backend dtype get_attn_backend head_size impl kv_cache kv_cache_dtype "
             "layer_name num_kv_heads query_quant sliding_window"
+        ),
+    },
+    "vllm.model_executor.layers.attention.mla_attention": {
+        "MLAAttention": (
+            "forward_impl impl kv_cache kv_cache_dtype kv_lora_rank layer_name num_heads "
+            "qk_rope_head_dim v_head_dim"
         ),
     },
     "vllm.model_executor.layers.rotary_embedding.base": {
@@ -289,7 +296,7 @@ BLENDING: Final[Surface] = {
         "AttentionBackend": "forward_includes_kv_cache_update get_builder_cls",
         "AttentionImpl": "scale",
         "AttentionLayer": "_k_scale_float _v_scale_float",
-        "AttentionMetadataBuilder": "build",
+        "AttentionMetadataBuilder": "build reorder_batch_threshold",
         "CommonAttentionMetadata": "",
     },
     "vllm.v1.core.block_pool": {

@@ -74,6 +74,12 @@ class RunLookup:
         """Whether the server has said something of every run."""
         return all(each is None or each.reply is not None for each in self._pending)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server has said nothing at all of what it was asked."""
+        asked = [each for each in self._pending if each is not None]
+        return bool(asked) and all(each.reply is None for each in asked)
+
     def is_settled(self, config: Config) -> bool:
         """Whether there is an answer for every run, or none is worth waiting for any more."""
         age = self.age_seconds

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -64,7 +65,7 @@ class NestedForward:
         """
         (group,) = kv_cache_config.kv_cache_groups
         context = vllm_config.compilation_config.static_forward_context
-        layer: Attention = context[group.layer_names[0]]
+        layer: Attention | MLAAttention = context[group.layer_names[0]]
         self.most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: VllmModelForTextGeneration = model
         self._vllm_config = vllm_config
@@ -75,6 +76,8 @@ class NestedForward:
         self._builder: AttentionMetadataBuilder = layer.get_attn_backend().get_builder_cls()(
             group.kv_cache_spec, group.layer_names, vllm_config, device
         )
+        if isinstance(layer, MLAAttention):  # decodes in another way, in which no tap sees a query
+            self._builder.reorder_batch_threshold = 0
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> torch.Tensor:
@@ -134,10 +137,12 @@ class NestedForward:
     ) -> CommonAttentionMetadata:
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         starts[1:] = torch.tensor(lengths).cumsum(0)
+        seq_lens = torch.tensor(ends, dtype=torch.int32)
         return CommonAttentionMetadata(
             query_start_loc=starts.to(self._device),
             query_start_loc_cpu=starts,
-            seq_lens=torch.tensor(ends, dtype=torch.int32, device=self._device),
+            seq_lens=seq_lens.to(self._device),
+            seq_lens_cpu_upper_bound=seq_lens,
             num_reqs=len(lengths),
             num_actual_tokens=len(slots),
             max_query_len=max(lengths),

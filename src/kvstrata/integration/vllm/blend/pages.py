@@ -10,12 +10,14 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 
 from kvstrata.blend.attention import attend_by_position
 from kvstrata.blend.position import PositionCorrector
 from kvstrata.core.errors import ConfigError
 from kvstrata.integration.vllm.blend.elements import elements_of, scales_of
 from kvstrata.integration.vllm.blend.moves import TokenMoves
+from kvstrata.integration.vllm.blend.writers import writer_of
 from kvstrata.integration.vllm.reach import Reach
 
 if TYPE_CHECKING:
@@ -29,13 +31,10 @@ _SEED: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
-    """Elements of one layer's page, as an index into it.
+    """Elements of one layer's page, as an index into it."""
 
-    Both have the shape (tokens, heads, head size), int64.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: torch.Tensor  # int64 (tokens, heads, head size)
+    values: torch.Tensor  # likewise; with MLA the head size is another
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,15 @@ class TokenPages:
     given to be read or written may be on another device than the cache.
     """
 
-    def __init__(self, attention: "Attention", pages: torch.Tensor, page_map: PageMap) -> None:
+    def __init__(
+        self, attention: "Attention | MLAAttention", pages: torch.Tensor, page_map: PageMap
+    ) -> None:
         """*pages*: uint8 (device blocks, page bytes), the memory of the layer's cache."""
         self._attention = attention
         self._elements = elements_of(attention)
+        self._writer = writer_of(attention)
         self._pages = pages
-        self.tokens, *rest = page_map.keys.shape
-        self._shape = (-1, *rest)
+        self.tokens = len(page_map.keys)
         self._keys, self._values = page_map.keys.flatten(), page_map.values.flatten()
 
     @property
@@ -111,42 +112,41 @@ class TokenPages:
         """K and V of the engine's own *device_blocks*, (blocks * tokens, heads, head size)."""
         return self.read(self.copy_blocks(device_blocks))
 
-    def read_keys(self, device_blocks: torch.Tensor) -> torch.Tensor:
-        """``read_blocks`` of K alone."""
-        return self._keys_of(self.copy_blocks(device_blocks))
+    def read_multiplied(self, device_blocks: torch.Tensor) -> torch.Tensor:
+        """What queries are multiplied with: K of *device_blocks*, (blocks * tokens, heads, size).
+
+        With MLA the latent, and K behind it.
+        """
+        if not isinstance(self._attention, MLAAttention):
+            return self._keys_of(self.copy_blocks(device_blocks))
+        keys, latents = self.read_blocks(device_blocks)
+        return torch.cat([latents, keys], -1)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Both (tokens, heads, head size), of the dtype that is read; *slots* int64 (tokens,).
 
         A quantised cache keeps the nearest numbers that it can: those that were read, as they were.
         """
-        _write(self._attention, keys, values, slots.to(self.device))
+        key_scale, value_scale = scales_of(self._attention)
+        self._writer.write(
+            self._elements.to_write(keys, key_scale).contiguous(),
+            self._elements.to_write(values, value_scale).contiguous(),
+            slots.to(self.device),
+        )
 
     def _keys_of(self, pages: torch.Tensor) -> torch.Tensor:
-        kept = pages.view(self._elements.page_type).index_select(1, self._keys).view(self._shape)
-        return self._elements.read(kept, scales_of(self._attention)[0])
+        kept = pages.view(self._elements.page_type).index_select(1, self._keys)
+        scale, _ = scales_of(self._attention)
+        return self._elements.read(kept.view(-1, *self._writer.key_shape), scale)
 
     def _values_of(self, pages: torch.Tensor) -> torch.Tensor:
-        kept = pages.view(self._elements.page_type).index_select(1, self._values).view(self._shape)
-        return self._elements.read(kept, scales_of(self._attention)[1])
-
-
-def _write(
-    attention: "Attention", keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
-) -> None:
-    elements = elements_of(attention)
-    key_scale, value_scale = scales_of(attention)
-    attention.impl.do_kv_cache_update(
-        attention,
-        elements.to_write(keys, key_scale).contiguous(),
-        elements.to_write(values, value_scale).contiguous(),
-        attention.kv_cache,
-        slots,
-    )
+        kept = pages.view(self._elements.page_type).index_select(1, self._values)
+        _, scale = scales_of(self._attention)
+        return self._elements.read(kept.view(-1, *self._writer.value_shape), scale)
 
 
 def learn_page_map(
-    attention: "Attention", pages: torch.Tensor, scratch_block: int, block_size: int
+    attention: "Attention | MLAAttention", pages: torch.Tensor, scratch_block: int, block_size: int
 ) -> PageMap:
     """Write numbers to *scratch_block* of *attention*'s cache and look where they are.
 
@@ -158,43 +158,41 @@ def learn_page_map(
             quantise them as is known, or moves them within its attention, before which nobody
             could stop.
     """
-    backend = attention.attn_backend
-    if backend.forward_includes_kv_cache_update or not hasattr(
-        attention.impl, "do_kv_cache_update"
-    ):
-        raise ConfigError(
-            f"{backend.__name__} writes KV as a part of its attention, or in a way that KVStrata "
-            "does not know",
-            hint="choose another --attention-backend, or set kv_connector to KVStrataConnector",
-        )
-    kept = elements_of(attention)
-    shape = (block_size, attention.num_kv_heads, attention.head_size)
-    count = prod(shape)
+    writer, kept = writer_of(attention), elements_of(attention)
+    shapes = (block_size, *writer.key_shape), (block_size, *writer.value_shape)
+    counts = [prod(shape) for shape in shapes]
+    count = sum(counts)
     page = pages[scratch_block].view(kept.page_type)
     slots = scratch_block * block_size + torch.arange(block_size, device=page.device)
 
     def write(elements: torch.Tensor) -> None:
-        keys, values = elements.to(page.dtype).view(2, *shape)
-        key_scale, value_scale = scales_of(attention)
-        _write(attention, kept.read(keys, key_scale), kept.read(values, value_scale), slots)
+        parts = elements.to(page.dtype).split(counts)
+        keys, values = (
+            kept.to_write(kept.read(part.view(shape), scale), scale).contiguous()
+            for part, shape, scale in zip(parts, shapes, scales_of(attention), strict=True)
+        )
+        writer.write(keys, values, slots)
 
-    numbers = torch.arange(2 * count, device=page.device)
+    numbers = torch.arange(count, device=page.device)
     seen = torch.zeros(len(page), dtype=torch.int64, device=page.device)
-    for shift in range(0, (2 * count).bit_length(), kept.digit_bits):
+    for shift in range(0, count.bit_length(), kept.digit_bits):
         page.fill_(_UNTOUCHED)
         write((numbers >> shift) % (1 << kept.digit_bits))
         seen += page.long() << shift  # what is untouched becomes negative
     places = (seen >= 0).nonzero().flatten()
-    where = torch.zeros(2 * count, dtype=torch.int64, device=page.device)
-    where[seen[places].clamp(max=2 * count - 1)] = places
+    where = torch.zeros(count, dtype=torch.int64, device=page.device)
+    where[seen[places].clamp(max=count - 1)] = places
 
-    noise = torch.rand(2 * count, generator=torch.Generator().manual_seed(_SEED))
+    noise = torch.rand(count, generator=torch.Generator().manual_seed(_SEED))
     noise = (noise * (1 << kept.digit_bits)).to(page)
     write(noise)
-    if len(places) != 2 * count or not torch.equal(page[where], noise):
+    if len(places) != count or not torch.equal(page[where], noise):
         raise ConfigError(
             f"{type(attention.impl).__name__} does not keep the KV of layer {attention.layer_name} "
             "element by element",
             hint="set kv_cache_dtype to auto, or kv_connector to KVStrataConnector",
         )
-    return PageMap(*where.view(2, *shape))
+    keys, values = (
+        part.view(shape) for part, shape in zip(where.split(counts), shapes, strict=True)
+    )
+    return PageMap(keys, values)

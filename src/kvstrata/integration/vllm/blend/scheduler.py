@@ -187,13 +187,13 @@ class BlendScheduler(SchedulerHalf):
             if not lookup.is_settled(self._config):
                 self._loads.waits()
                 return None
-            if not lookup.is_answered:
+            if lookup.is_silent:
                 self._link.too_slow()
             self._settle(request, candidate, lookup)
         return 0 if candidate.plan is None else candidate.plan.end - first_token
 
     def _wait_until(self, lookup: RunLookup) -> float:
-        """When *lookup* is to be asked again: all of a step are waited for as long as one, together."""
+        """When *lookup* is to be asked again: those of a step are waited for as long as one, and little more."""
         patience_seconds = self._wait_seconds(_PATIENCE)
         if self._patient_until is None:
             self._patient_until = time.monotonic() + patience_seconds

@@ -142,10 +142,10 @@ class StepRunner:
         layer, pages = self._attention[number], self._layers[number]
         reach = Reach(layer.sliding_window)
         first = reach.first_needed(int(probes[0])) // pages.tokens
-        keys = pages.read_keys(prompt.device_blocks[first:])
+        keys = pages.read_multiplied(prompt.device_blocks[first:])
         first *= pages.tokens
         most = most_attention(
-            query.view(len(query), -1, layer.head_size),
+            self._taps.multiplied(number, query),
             keys[: int(probes[-1]) + 1 - first],
             probes - first,
             layer.impl.scale,

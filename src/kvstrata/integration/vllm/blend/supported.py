@@ -33,7 +33,7 @@ def refuse_engine(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCa
     reasons = [
         *_of_engine(config, vllm_config),
         *_of_parallelism(vllm_config),
-        *_of_cache(vllm_config, kv_cache_config),
+        *_of_cache(config, vllm_config, kv_cache_config),
     ]
     if reasons:
         remedies = [reason.remedy for reason in reasons if reason.remedy is not None]
@@ -95,7 +95,9 @@ def _of_parallelism(vllm_config: VllmConfig) -> Iterator[_Reason]:
         )
 
 
-def _of_cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[_Reason]:
+def _of_cache(
+    config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Iterator[_Reason]:
     if (kept := vllm_config.cache_config.cache_dtype) not in ("auto", *FLOAT8):
         yield _Reason(
             f"kv_cache_dtype is {kept}, and must be auto or one of {', '.join(FLOAT8)}",
@@ -110,13 +112,28 @@ def _of_cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterat
         )
     for spec in specs:
         if isinstance(spec, MLAAttentionSpec):
-            yield _Reason(
-                "the model's attention is MLA: without AMX vLLM's CPU build looks at the tokens of "
-                "one step alone there, and with AMX blending has not been run"
-            )
+            yield from _of_latents(config, vllm_config)
         elif not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
             yield _Reason(f"{type(spec).__name__} is neither full attention nor a sliding window")
         elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
             yield _Reason(
                 "the model's attention reaches back to the beginning of a chunk in some layers"
             )
+
+
+def _of_latents(config: Config, vllm_config: VllmConfig) -> Iterator[_Reason]:
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        yield _Reason(
+            f"the model's attention is MLA, which blends on CPUs with AMX, and this is {device}"
+        )
+    elif config.blend_attention == "gathered":
+        yield _Reason(
+            "the model's attention is MLA, and blend_attention is 'gathered', which knows no latents",
+            "set blend_attention to runs",
+        )
+    if (kept := vllm_config.cache_config.cache_dtype) != "auto":
+        yield _Reason(
+            f"kv_cache_dtype is {kept}, and must be auto where attention is MLA",
+            "set kv_cache_dtype to auto",
+        )

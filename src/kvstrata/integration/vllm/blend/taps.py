@@ -7,13 +7,16 @@ is an opaque operator.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
+
+from kvstrata.core.errors import InvariantViolated
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionImpl
 
 __all__ = ["Attend", "AttentionTaps"]
 
@@ -25,23 +28,35 @@ class _StopForward(Exception):
     """The model has run as far as was asked."""
 
 
+class _Absorbed(Exception):
+    """Queries that MLA has multiplied with the weights that make keys of latents."""
+
+    def __init__(self, queries: "torch.Tensor | tuple[torch.Tensor, ...]") -> None:
+        self.queries = queries if isinstance(queries, torch.Tensor) else torch.cat(queries, -1)
+
+
 class AttentionTaps:
     """Taps of all attention layers of a model, for the one thread that runs it."""
 
-    def __init__(self, layers: Sequence["Attention"]) -> None:
+    def __init__(self, layers: Sequence["Attention | MLAAttention"]) -> None:
         """*layers*: all of the model's, in the order in which the model runs them."""
+        self._layers = layers
+        self._absorbs = False
         self._wanted: frozenset[int] = frozenset()
         self._last: int | None = None
         self._queries: dict[int, torch.Tensor] = {}
         self._attend: Attend | None = None
         for number, layer in enumerate(layers):
-            self._tap(layer.impl, number)
+            if isinstance(layer, MLAAttention):
+                self._tap_latents(layer.impl, number)
+            else:
+                self._tap(layer.impl, number)
 
     @contextlib.contextmanager
     def until(self, last: int, *, wanted: Collection[int]) -> Iterator[dict[int, torch.Tensor]]:
         """Run the model in this context up to layer *last*, whose K and V it still writes.
 
-        Yields what will hold the queries of the *wanted* layers, each (tokens, heads, head size).
+        Yields what will hold the queries of the *wanted* layers, as attention is given them.
         """
         self._last, self._wanted, self._queries = last, frozenset(wanted), {}
         try:
@@ -49,6 +64,16 @@ class AttentionTaps:
                 yield self._queries
         finally:
             self._last, self._wanted = None, frozenset()
+
+    def multiplied(self, number: int, queries: torch.Tensor) -> torch.Tensor:
+        """Some of the *queries* of a layer, as they are multiplied with what its cache keeps.
+
+        (tokens, heads, head size); with MLA the size of the latent and what is behind it.
+        """
+        layer = self._layers[number]
+        if isinstance(layer, MLAAttention):
+            return self._absorbed(layer, queries)
+        return queries.view(len(queries), -1, layer.head_size)
 
     @contextlib.contextmanager
     def attending(self, attend: Attend) -> Iterator[None]:
@@ -62,7 +87,30 @@ class AttentionTaps:
         finally:
             self._attend = None
 
-    def _tap(self, impl: "AttentionImpl", number: int) -> None:
+    def _absorbed(self, layer: MLAAttention, queries: torch.Tensor) -> torch.Tensor:
+        """*queries* as vLLM has them in a step of decoding, whose attention is not reached."""
+        count = len(queries)
+        step = SimpleNamespace(
+            num_actual_tokens=count,
+            num_decode_tokens=count,
+            num_decodes=count,
+            num_prefills=0,
+            decode=(),
+            prefill=None,
+        )
+        output = queries.new_empty(count, layer.num_heads * layer.v_head_dim)
+        self._absorbs = True
+        try:
+            layer.forward_impl(queries, queries, queries, layer.kv_cache, step, output=output)
+        except _Absorbed as e:
+            return e.queries
+        finally:
+            self._absorbs = False
+        raise InvariantViolated(
+            f"{layer.layer_name} does not decode with its backend's forward_mqa"
+        )
+
+    def _tap(self, impl: Any, number: int) -> None:
         base, taps = type(impl), self
 
         def forward(self: Any, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +122,23 @@ class AttentionTaps:
             return output
 
         impl.__class__ = type(base.__name__, (base,), {"forward": forward})
+
+    def _tap_latents(self, impl: Any, number: int) -> None:
+        """Of MLA, which prefills and decodes in two ways."""
+        base, taps = type(impl), self
+
+        def forward_mha(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            taps._see(number, query)
+            return base.forward_mha(self, query, *args, **kwargs)
+
+        def forward_mqa(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+            if taps._absorbs:
+                raise _Absorbed(query)
+            return base.forward_mqa(self, query, *args, **kwargs)
+
+        impl.__class__ = type(
+            base.__name__, (base,), {"forward_mha": forward_mha, "forward_mqa": forward_mqa}
+        )
 
     def _see(self, number: int, query: torch.Tensor) -> None:
         if number in self._wanted:
