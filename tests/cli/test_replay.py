@@ -8,7 +8,7 @@ from tests.traces import id_line, write_ids
 from typer.testing import CliRunner
 
 from kvstrata.cli.main import app
-from kvstrata.observe.events import LogHeader, LookupEvent, PutEvent, encode_event
+from kvstrata.observe.events import LOG_VERSION, LogHeader, LookupEvent, PutEvent, encode_event
 
 NAMESPACE = "ab" * 16
 
@@ -148,7 +148,7 @@ def test_an_event_log_brings_its_blocks_along(tmp_path: Path) -> None:
     keys = [f"{n:064x}" for n in range(3)]
     path = tmp_path / "events.jsonl"
     path.write_bytes(
-        encode_event(LogHeader(1, 64, 1 << 20))
+        encode_event(LogHeader(LOG_VERSION, 64, 1 << 20))
         + encode_event(PutEvent(1.0, NAMESPACE, keys[:2]))
         + encode_event(LookupEvent(2.0, NAMESPACE, keys))
     )
@@ -200,3 +200,16 @@ def test_a_trace_that_breaks_off_is_said_so(trace: Path) -> None:
     code, _, message = replay(trace)
     assert code == 2
     assert f"{trace}:16: " in message
+
+
+def test_lines_are_folded_at_the_edge_of_a_terminal_alone(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ["--sweep", "host=128MiB..1GiB", "--policy", "lru,s3fifo,cost"]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = CliRunner().invoke(app, ["replay", str(trace), *sizes])
+    folded = CliRunner().invoke(app, ["replay", str(trace), *sizes], env={"COLUMNS": "60"})
+    assert whole.exit_code == folded.exit_code == 0
+    rows, more_rows = (each.stdout.splitlines() for each in (whole, folded))
+    assert max(map(len, rows)) > 80
+    assert len(more_rows) > len(rows)

@@ -1,3 +1,4 @@
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,7 @@ from kvstrata.core.config import Config
 from kvstrata.core.load import load_config
 from kvstrata.core.remote_tiers import ValkeyTier
 from kvstrata.core.tiers import DiskTier, SharedTier
+from kvstrata.storage.disk_lock import LOCK_NAME
 
 PLENTY = str(10**15)
 
@@ -244,6 +246,24 @@ def test_a_disk_tier_larger_than_the_disk(tmp_path: Path) -> None:
 def test_a_disk_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("")
     assert "kv is not a directory" in refused("model", "--disk", f"{tmp_path}/kv:1MiB")
+
+
+def test_a_disk_directory_of_a_running_server_is_a_warning(tmp_path: Path) -> None:
+    lock = tmp_path / "kv" / LOCK_NAME
+    lock.parent.mkdir()
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        command = ["serve", "model", "--disk", f"{lock.parent}:1MiB", "--dry-run"]
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    assert "another one waits 10 s for it and then does not start" in result.stderr
+
+
+def test_an_event_log_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTRATA_EVENT_LOG", str(tmp_path / "none" / "events"))
+    assert f"events cannot be written: {tmp_path}/none is no directory" in refused("model")
 
 
 def test_a_disk_directory_that_cannot_be_written(

@@ -76,7 +76,10 @@ def subject(case: Case, device: torch.device, *, strided: bool) -> Subject:
     rows = whole.select(1 if case.layer.blocks_outermost else 0, case.layer.number)
     rows = rows[:, : rows.shape[1] - case.layer.gap].view(torch.uint8)
     attention = SimpleNamespace(
+        attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
         impl=Backend(case.layer, cache),
+        num_kv_heads=case.kv_heads,
+        head_size=SIZE,
         kv_cache=cache,
         kv_cache_dtype="auto",
         dtype=torch.float32,

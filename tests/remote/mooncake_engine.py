@@ -165,7 +165,7 @@ class MooncakeEngine(BoundedEngine):
         self.put(_name(key), value or MAGIC[:1])  # a pool holds no empty object
 
     def fill(self) -> None:
-        """With what was just asked for."""
+        """With what is asked for again and again."""
         self._command("fill", "", bytes(1 << 10))
 
     def let_evict(self) -> None:

@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from mooncake.store import MooncakeDistributedStore
 
 _BUFFER_BYTES = 16 << 20
 _FULL_SECONDS = 0.5
+_KEEP_SECONDS = 0.2  # much less than a lease lasts
 
 
 def main(master: str, metadata: str, segment_bytes: str) -> None:
@@ -37,13 +39,28 @@ def _do(store: Any, command: str, name: str, value: bytes) -> object:
     if command == "put":
         store.remove(name, True)
         return store.put(name, value)
-    filler = value * (1 << 10)
-    number, end = 0, time.monotonic() + _FULL_SECONDS
-    while time.monotonic() < end:  # what was there before may still be evicted
-        if store.put(f"filler/{number}", filler) == 0:
-            store.is_exist(f"filler/{number}")  # so that it is not evicted soon
-            number, end = number + 1, time.monotonic() + _FULL_SECONDS
-    return number
+    return _fill(store, value * (1 << 10))
+
+
+def _fill(store: Any, filler: bytes) -> int:
+    """Until nothing is taken for a while: what was there before may still be evicted."""
+    names: list[str] = []
+    threading.Thread(target=_keep, args=(store, names), daemon=True).start()
+    end = time.monotonic() + _FULL_SECONDS
+    while time.monotonic() < end:
+        name = f"filler/{len(names)}"
+        if store.put(name, filler) == 0:
+            names.append(name)
+            end = time.monotonic() + _FULL_SECONDS
+    return len(names)
+
+
+def _keep(store: Any, names: list[str]) -> None:
+    """For ever: what is asked for is not evicted soon."""
+    while True:
+        for name in list(names):
+            store.is_exist(name)
+        time.sleep(_KEEP_SECONDS)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class BoundedEngine(RemoteEngine):
 
     @abstractmethod
     def fill(self) -> None:
-        """Leave little room, and let it make none for a second at least."""
+        """Leave little room, and let it make none."""
 
     @abstractmethod
     def let_evict(self) -> None:

@@ -40,7 +40,7 @@ def test_engines_that_join_and_leave_are_told(
     scheduler = engine(server.path, "llama", world_size=2)
     joined = [
         ("INFO", "rank 1 of engine 'llama' has joined"),
-        ("INFO", "engine 'llama' has joined; ranks: 2, attached: 1"),
+        ("INFO", "engine 'llama' has joined; workers here: 1 of 2"),
     ]
     assert lines(log) == joined
     scheduler.close()

@@ -207,6 +207,15 @@ def test_a_wrong_value_is_named_with_its_source_and_a_remedy() -> None:
     assert "For example 2." in fault
 
 
+def test_of_a_wrong_word_the_remedy_is_the_default_and_not_an_example() -> None:
+    assert fault_of({"block_format": "int4"}) == (
+        "block_format: Input should be 'exact' or 'int8' (got 'int4', from kv_connector_extra_config)\n"
+        "  hint: set one of these, or leave block_format out: it is 'exact' then"
+    )
+    fault = fault_of({"tiers": [{"kind": "host", "eviction": "mru"}]})
+    assert fault.endswith("hint: set one of these, or leave eviction out: it is 'lru' then")
+
+
 def test_a_wrong_value_inside_a_tier_is_named_with_its_place() -> None:
     tiers = [{"kind": "host"}, {"kind": "disk", "capacity": "8G"}]
     fault = fault_of({"tiers": tiers})

@@ -1,11 +1,11 @@
 """Addresses and topics of KV events."""
 
 import pytest
-from pydantic import ValidationError
 
-from kvstrata.core.config import Config, Contradictions
+from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.event_fields import topic, zmq_address
+from kvstrata.core.load import load_config
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_is_no_topic(text: str) -> None:
 
 
 def test_replays_are_for_those_who_publish_elsewhere() -> None:
-    for others in ({}, {"kv_events": "ipc:///e"}):
-        with pytest.raises((Contradictions, ValidationError), match="kv_events_replay"):
-            Config.model_validate({"kv_events_replay": "ipc:///e"} | others)
+    for others, remedy in (({}, "set kv_events, to"), ({"kv_events": "ipc:///e"}, "give each its")):
+        with pytest.raises(ConfigError, match=f"kv_events_replay(.|\n)*{remedy}"):
+            load_config({"kv_events_replay": "ipc:///e"} | others, environ={})
     Config.model_validate({"kv_events_replay": "ipc:///r", "kv_events": "ipc:///e"})

@@ -5,9 +5,9 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pytest
 from hypothesis import given, settings
@@ -83,28 +83,87 @@ PROMPTS = st.lists(
 )
 
 
-@given(prompts=PROMPTS, slots=st.integers(3, 12))
-@settings(deadline=None, max_examples=25)
-def test_a_replay_finds_what_the_cache_itself_has_found(
-    prompts: list[tuple[NamespaceId, list[int]]], slots: int
+class Found(NamedTuple):
+    hits: int
+    misses: int
+    saved: int
+    evicted: int
+
+    @classmethod
+    def by_replay(cls, log: Path, slots: int) -> Self:
+        outcome, looked_up = replay(log, slots)
+        return cls(outcome.hits, looked_up - outcome.hits, outcome.saved, outcome.evicted_host)
+
+
+def run(manager: KVManager, prompts: Iterable[tuple[NamespaceId, list[int]]]) -> Found:
+    """What a cache finds and keeps of *prompts*, all of whose blocks are computed and saved."""
+    for namespace, path in prompts:
+        asked = keys(*path)
+        found = len(load(manager, namespace, asked))
+        if found < len(asked):
+            parent, whole = asked[found - 1] if found else None, len(asked)
+            save(manager, namespace, asked[found:], parent=parent, prompt_blocks=whole)
+    counters = manager.stats().counters
+    manager.close()
+    assert counters.get(UNLOGGED, 0) == 0
+    return Found(
+        counters["kvstrata_lookup_blocks_total{tier=host}"],
+        counters["kvstrata_lookup_blocks_total{tier=none}"],
+        counters["kvstrata_saved_blocks_total"],
+        counters["kvstrata_evicted_blocks_total{tier=host}"],
+    )
+
+
+@given(prompts=PROMPTS, recorded=st.integers(3, 14), tried=st.integers(3, 14))
+@settings(deadline=None, max_examples=50)
+def test_a_replay_finds_what_a_cache_of_that_size_finds(
+    prompts: list[tuple[NamespaceId, list[int]]], recorded: int, tried: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "events"
-        manager = open_cache(slots, log)
-        for namespace, path in prompts:
-            asked = keys(*path)
-            found = len(load(manager, namespace, asked))
-            if found < len(asked):
-                save(manager, namespace, asked[found:], parent=asked[found - 1] if found else None)
-        counters = manager.stats().counters
-        manager.close()
-        outcome, looked_up = replay(log, manager.memory.slots)
-    host = counters["kvstrata_lookup_blocks_total{tier=host}"]
-    assert outcome.hits == host
-    assert looked_up == host + counters["kvstrata_lookup_blocks_total{tier=none}"]
-    assert outcome.saved == counters["kvstrata_saved_blocks_total"]
-    assert outcome.evicted_host == counters["kvstrata_evicted_blocks_total{tier=host}"]
-    assert counters[UNLOGGED] == 0
+        found = run(open_cache(recorded, log), prompts)
+        assert Found.by_replay(log, recorded) == found
+        of_that_size = run(open_cache(tried, Path(folder) / "others"), prompts)
+        assert Found.by_replay(log, tried) == of_that_size
+
+
+def test_what_a_cache_had_before_its_log_begins_counts_from_its_second_use_on(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "events"
+    run(open_cache(8, log), [(ALICE, [1, 2, 3])] * 4)
+    header, lookup, put, *rest = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([header, *rest]))
+    assert [decode_event(line).__class__ for line in (lookup, put)] == [LookupEvent, PutEvent]
+    assert Found.by_replay(log, 8) == (6, 3, 3, 0)
+
+
+def test_what_is_in_no_store_either_is_not_taken_for_found(tmp_path: Path) -> None:
+    log = tmp_path / "events"
+    cache = KVManager(
+        config(8, shared=tmp_path / "shared", event_log=log, tokens_per_block=16),
+        block_bytes=BLOCK_BYTES,
+    )
+    for _ in range(3):
+        assert not load(cache, ALICE, keys(1, 2, 3))
+    cache.close()
+    assert Found.by_replay(log, 8) == (0, 9, 0, 0)
+
+
+def test_what_is_found_in_a_store_counts_from_its_second_use_on(tmp_path: Path) -> None:
+    asked = keys(1, 2, 3)
+    writer = KVManager(config(8, shared=tmp_path / "shared"), block_bytes=BLOCK_BYTES)
+    save(writer, ALICE, asked)
+    writer.close()
+    log = tmp_path / "events"
+    reader = KVManager(
+        config(8, shared=tmp_path / "shared", event_log=log, tokens_per_block=16),
+        block_bytes=BLOCK_BYTES,
+    )
+    for _ in range(2):
+        assert len(load(reader, ALICE, asked)) == 3
+    reader.close()
+    assert Found.by_replay(log, 8) == (3, 3, 3, 0)
 
 
 def test_events_are_what_engines_asked_for_and_offered(tmp_path: Path) -> None:
@@ -126,6 +185,7 @@ def test_events_are_what_engines_asked_for_and_offered(tmp_path: Path) -> None:
     assert (first.keys, first.parent, first.first_block) == (named[:2], None, 0)
     assert (second.keys, second.parent, second.first_block) == (named[2:], named[1], 2)
     assert (third.keys, third.namespace, third.first_block) == (named[1:], ALICE.hex(), 1)
+    assert (third.found_blocks, third.parent) == (2, named[0])
     assert first.t <= second.t <= third.t
     assert log.stat().st_mode & 0o777 == 0o600
 

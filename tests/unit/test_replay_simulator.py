@@ -81,6 +81,20 @@ def test_a_lookup_saves_nothing_and_a_put_finds_nothing() -> None:
     assert (outcome.hits, outcome.saved) == (2, 2)
 
 
+def test_what_only_the_cache_of_the_trace_has_found_is_saved_with_what_follows() -> None:
+    lookup = prompt(1, 2, 3, kind=Kind.LOOKUP)._replace(found_blocks=2)
+    put = prompt(3, kind=Kind.PUT)._replace(parent=int(prompt(2).blocks[0]))
+    assert run([lookup, lookup], plan(10)).saved == 0  # the engine has not computed them
+    outcome = run([lookup, put, lookup], plan(10))
+    assert (outcome.hits, outcome.saved) == (3, 3)
+
+
+def test_what_the_cache_of_the_trace_has_found_whole_is_saved_at_once() -> None:
+    lookup = prompt(1, 2, kind=Kind.LOOKUP)._replace(found_blocks=2)
+    outcome = run([lookup, lookup], plan(10))
+    assert (outcome.hits, outcome.saved) == (2, 2)
+
+
 def test_the_end_of_the_least_recently_used_prompt_goes_first() -> None:
     outcome = run([[1, 2], [3, 4], [5], [1, 2], [3, 4]], plan(4))
     # 5 drives out 2. Then 1 hits and 2 drives out 4, whose prompt is the oldest; 3 hits.

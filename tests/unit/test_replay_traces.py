@@ -11,7 +11,7 @@ import pytest
 from tests.traces import id_line, write_ids
 
 from kvstrata.core.errors import ConfigError
-from kvstrata.observe.events import LogHeader, LookupEvent, PutEvent, encode_event
+from kvstrata.observe.events import LOG_VERSION, LogHeader, LookupEvent, PutEvent, encode_event
 from kvstrata.replay.event_trace import EventTrace, read_header
 from kvstrata.replay.formats import Reading, open_trace
 from kvstrata.replay.hashing import chain, keys_of_identities
@@ -21,7 +21,7 @@ from kvstrata.replay.trace import Kind
 
 NAMESPACE = "0123456789abcdef" * 2
 OTHER = "ff" * 16
-HEADER = LogHeader(1, 64, 4096)
+HEADER = LogHeader(LOG_VERSION, 64, 4096)
 
 
 def key(number: int) -> str:
@@ -186,6 +186,19 @@ def test_what_has_neither_format_is_refused(tmp_path: Path, content: str, said: 
     assert caught.value.hint
 
 
+def test_times_whose_unit_nobody_says_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(id_line([1, 2], tokens_per_id=128))
+    with pytest.raises(ConfigError, match="--tokens-per-id 128 does not say") as caught:
+        open_trace(path, Reading(tokens_per_id=128))
+    assert "--format mooncake if they are milliseconds" in str(caught.value.hint)
+    for said in (
+        Reading(format="mooncake", tokens_per_id=128),
+        Reading(seconds_per_unit=0.001, tokens_per_id=128),
+    ):
+        assert open_trace(path, said).tokens_per_block == 128
+
+
 def test_a_file_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.jsonl cannot be read: No such file"):
         list(mooncake(tmp_path / "gone.jsonl").read())
@@ -205,7 +218,9 @@ def test_an_event_log_is_read_as_it_was_written(tmp_path: Path) -> None:
     trace = write_log(
         tmp_path / "events.jsonl",
         HEADER,
-        LookupEvent(10.0, NAMESPACE, [key(1), key(2)], first_block=3),
+        LookupEvent(
+            10.0, NAMESPACE, [key(1), key(2)], found_blocks=1, parent=key(0), first_block=3
+        ),
         PutEvent(11.0, NAMESPACE, [key(2), key(3)], parent=key(1), first_block=4),
         PutEvent(9.0, OTHER, [key(1)]),
     )
@@ -213,7 +228,8 @@ def test_an_event_log_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert trace.tokens_per_block == 64
     assert trace.behind_device
     assert (lookup.kind, put.kind, other.kind) == (Kind.LOOKUP, Kind.PUT, Kind.PUT)
-    assert (lookup.first_block, lookup.input_tokens) == (3, 5 * 64)
+    assert (lookup.first_block, lookup.found_blocks, lookup.input_tokens) == (3, 1, 5 * 64)
+    assert len({lookup.parent, *lookup.blocks.tolist()}) == 3
     assert put.parent == lookup.blocks[0]
     assert put.blocks[0] == lookup.blocks[1]
     assert other.blocks[0] != lookup.blocks[0]  # another namespace
@@ -227,6 +243,10 @@ def test_an_event_log_is_read_as_it_was_written(tmp_path: Path) -> None:
         (lambda event: event["keys"].append("ab"), r"\$.keys\[1\]"),
         (lambda event: event["keys"].append("zz" * 32), "a key is not hexadecimal"),
         (lambda event: event["keys"].append(event["keys"][0]), "`keys` has a key twice"),
+        (
+            lambda event: event.update(found_blocks=2),
+            "`found_blocks` is more than the keys there are",
+        ),
         (lambda event: event.update(event="get"), "Invalid value 'get'"),
         (lambda event: event.update(more=1), "unknown field `more`"),
         (lambda event: event.update(namespace="00"), "namespace"),
@@ -246,15 +266,21 @@ def test_a_bad_event_is_named_with_its_line(
 
 
 def test_a_log_that_goes_on_with_other_blocks_is_refused(tmp_path: Path) -> None:
-    trace = write_log(tmp_path / "events.jsonl", HEADER, HEADER, LogHeader(1, 32, 4096))
+    trace = write_log(tmp_path / "events.jsonl", HEADER, HEADER, LogHeader(LOG_VERSION, 32, 4096))
     with pytest.raises(ConfigError, match=r":3: a log of other blocks"):
+        list(trace.read())
+
+
+def test_a_log_that_goes_on_in_another_version_is_refused(tmp_path: Path) -> None:
+    trace = write_log(tmp_path / "events.jsonl", HEADER, LogHeader(LOG_VERSION + 1, 64, 4096))
+    with pytest.raises(ConfigError, match=r":2: a log of version 3 begins here"):
         list(trace.read())
 
 
 def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text('{"event": "log", "version": 2, "what": "else"}\n')
-    with pytest.raises(ConfigError, match="version 2, this program reads 1"):
+    path.write_text('{"event": "log", "version": 1, "what": "else"}\n')
+    with pytest.raises(ConfigError, match="version 1, this program reads 2"):
         read_header(path)
 
 
@@ -273,7 +299,7 @@ def test_what_is_no_event_log_is_not_taken_for_one(tmp_path: Path, content: str)
 
 
 def test_events_are_spelled_like_this() -> None:
-    event = PutEvent(1.5, NAMESPACE, [key(1)], parent=key(2), first_block=1)
+    event = PutEvent(1.5, NAMESPACE, [key(1)], parent=key(2), first_block=1, prompt_blocks=3)
     assert json.loads(encode_event(event)) == {
         "event": "put",
         "t": 1.5,
@@ -281,6 +307,7 @@ def test_events_are_spelled_like_this() -> None:
         "keys": ["01" * 32],
         "parent": "02" * 32,
         "first_block": 1,
+        "prompt_blocks": 3,
     }
 
 

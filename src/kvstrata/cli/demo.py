@@ -69,6 +69,8 @@ def demo(
 
         draw(plot, f"prompts of {PROMPT_TOKENS:,} tokens on {device}", measured.series())
         typer.echo(f"drawn in {plot}", err=True)
+    if keep is not None:
+        typer.echo(f"all of it is left in {keep}", err=True)
     if measured.faults():
         raise typer.Exit(FAILED)
 
@@ -114,8 +116,10 @@ def _measure(folder: Path, prompts: int, console: "Console") -> "tuple[Measured,
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for number, (title, orders) in enumerate(_plan(folder, prompts), start=1):
+            if not console.is_terminal:
+                console.print(f"engine {number}, {title} …")
             log = folder / f"engine-{number}.log"
             device = _follow(progress, f"engine {number}, {title}", orders, log, measured)
     return measured, device

@@ -41,7 +41,7 @@ from kvstrata.core.tiers import DiskTier, HostTier, LowestTier, SharedTier
 from kvstrata.core.units import human_bytes
 from kvstrata.observe.event_log import check_event_log
 from kvstrata.storage.disk_directory import check_directories
-from kvstrata.storage.disk_lock import LOCK_NAME
+from kvstrata.storage.disk_lock import LOCK_NAME, LOCK_TIMEOUT_SECONDS
 from kvstrata.storage.remote.open import open_remote
 from kvstrata.storage.shared_fs_directory import check_directory
 
@@ -398,8 +398,13 @@ def _problem_of(subject: str, check: Callable[[], None]) -> Finding | None:
 def _check_space(tier: DiskTier, path: Path, setting: str) -> Finding:
     check_disk_capacity(tier, setting=setting)
     if _is_locked(path / LOCK_NAME):
-        message = f"{path} is in use by a running cache server; another one cannot have it"
-        remedy = "fine if that server is the one meant; else give each server its own directory"
+        message = (
+            f"{path} is in use by a running cache server; another one waits {LOCK_TIMEOUT_SECONDS:g} s "
+            "for it and then does not start"
+        )
+        remedy = (
+            "fine if that server is to end, or is the one meant; else give each its own directory"
+        )
         return Finding("disk", "warning", message, remedy)
     made = "" if path.exists() else " (will be made)"
     share, free = tier.capacity // len(tier.paths), free_disk_bytes(path)

@@ -91,7 +91,7 @@ def _namespace_table(report: "CacheReport") -> "Table":
 
 
 def _part_table(parts: dict[str, str]) -> "Table":
-    """Return one line for each part, cut to the width of the terminal; JSON has it whole."""
+    """Return one line for each part, cut to the width of a terminal; JSON has it whole."""
     from rich.table import Table
     from rich.text import Text
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstrata.cli.reporting import reported
+from kvstrata.cli.reporting import reported, why_unreadable
 from kvstrata.cli.servers import SocketOption, ask, only_server
 from kvstrata.core.errors import ConfigError, ServerUnavailable
 
@@ -141,7 +141,7 @@ def _token(token_file: Path | None, token: str | None) -> str | None:
             token = token_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(
-                f"cannot read --token-file {token_file}: {e}",
+                f"cannot read --token-file {token_file}: {why_unreadable(e)}",
                 hint="openssl rand -hex 32 > FILE; chmod 600 FILE makes one",
             ) from e
     if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii()):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, reported, why_unreadable
 from kvstrata.cli.servers import KNOWN_REQUESTS, SocketOption, ask, bytes_as_given
 from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded, NoTiers
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
@@ -177,7 +177,7 @@ def _all_keys(keys: list[str] | None, keys_from: Path | None) -> list[str]:
             is_stdin = str(keys_from) == "-"
             found += (sys.stdin.read() if is_stdin else keys_from.read_text()).split()
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read {keys_from}: {e}") from e
+            raise ConfigError(f"cannot read {keys_from}: {why_unreadable(e)}") from e
     if not found:
         raise ConfigError(
             "no key is given",

@@ -67,7 +67,8 @@ IdTokens = Annotated[
     typer.Option(
         "--tokens-per-id",
         min=1,
-        help="Tokens that a hash id stands for; unset: 512 (Mooncake) or 16 (timed).",
+        help="Tokens that a hash id stands for; unset: 512 (Mooncake) or 16 (timed). With another number "
+        "say --format, too, or --seconds-per-unit.",
         rich_help_panel=_TRACE,
     ),
 ]

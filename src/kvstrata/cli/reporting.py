@@ -1,9 +1,11 @@
 """What all commands share: errors become a message and an exit code, tables look alike."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -21,10 +23,12 @@ __all__ = [
     "plain_console",
     "plain_table",
     "reported",
+    "why_unreadable",
 ]
 
 FAILED = 1
 WRONG_INPUT = 2
+_NO_EDGE: Final = 10_000  # columns
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -55,10 +59,20 @@ def ending_in_order() -> Iterator[None]:
 
 
 def plain_console() -> "Console":
-    """Return one that shows strings as they are: names and paths may have brackets and colons."""
+    """Return one that shows strings as they are: names and paths may have brackets and colons.
+
+    Only a terminal has an edge at which lines are folded; COLUMNS, if it is set, says where.
+    """
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False)
+    has_edge = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    width = None if has_edge else _NO_EDGE
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """What is wrong with a file, whose name the caller says."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is no text"
 
 
 def plain_table(*titles: str, right: tuple[str, ...] = ()) -> "Table":

@@ -103,7 +103,7 @@ def check_machine(config: "Config", tiers: TierOptions) -> list[str]:
 
     A tier that *tiers* names is called by its option.
     """
-    from kvstrata.cli.diagnosis import check_disk, check_host, check_lowest
+    from kvstrata.cli.diagnosis import check_disk, check_host, check_log, check_lowest
 
     host = {} if tiers.host_size is None else {"setting": "--host-size"}
     disk = {} if tiers.disk is None else {"setting": "--disk"}
@@ -113,11 +113,17 @@ def check_machine(config: "Config", tiers: TierOptions) -> list[str]:
         findings += check_disk(config.disk_tier, **disk)
     if config.lowest_tier is not None:
         findings += check_lowest(config.lowest_tier, **shared)
+    if config.event_log is not None:
+        findings.append(check_log(config.event_log))
     for finding in findings:
         if finding.level == "problem":
             said = _said(tiers, finding.subject)
             raise ConfigError(f"{said}{finding.message}", hint=finding.remedy or None)
-    return [finding.message for finding in findings if finding.level == "warning"]
+    return [
+        f"{finding.message} ({finding.remedy})" if finding.remedy else finding.message
+        for finding in findings
+        if finding.level == "warning"
+    ]
 
 
 def _said(tiers: TierOptions, subject: str) -> str:

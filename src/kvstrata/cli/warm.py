@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, reported
+from kvstrata.cli.reporting import FAILED, JsonFlag, reported, why_unreadable
 from kvstrata.cli.servers import KNOWN_REQUESTS, SocketOption, bytes_as_given, only_server
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
@@ -186,7 +186,7 @@ def _read(file: Path) -> bytes:
             with file.open("rb") as source:
                 content = source.read(_FILE_BYTES + 1)
     except OSError as e:
-        raise ConfigError(f"cannot read {file}: {e}") from e
+        raise ConfigError(f"cannot read {file}: {why_unreadable(e)}") from e
     if len(content) > _FILE_BYTES:
         raise ConfigError(f"{file} has more than {_FILE_BYTES:,} bytes", hint="split it")
     return content

@@ -279,8 +279,8 @@ class Config(BlendFields):
     event_log: Annotated[Path, AfterValidator(absolute)] | None = Field(
         default=None,
         description=(
-            "Absolute path of a file to which every lookup and save is written, for `kvstrata "
-            "replay`: keys of blocks, no tokens. One file a server, which refuses to start where "
+            "Absolute path of a file to which every lookup, how much of it was found, and every save is "
+            "written, for `kvstrata replay`: keys of blocks, no tokens. One file a server, which refuses to start where "
             "it could not be written. When it cannot be written later, or another server writes it, "
             "there is no more log, with a warning, and the cache goes on. Unset: no log. The "
             "server's to decide."
@@ -415,12 +415,14 @@ def _wait_within_timeout(config: Config) -> Contradiction | None:
 
 
 def _replay_of_events(config: Config) -> Contradiction | None:
-    if config.kv_events_replay is None or config.kv_events not in {None, config.kv_events_replay}:
+    replay, events = config.kv_events_replay, config.kv_events
+    if replay is None or events not in {None, replay}:
         return None
+    remedy = "set kv_events, to another address" if events is None else "give each its own address"
     return Contradiction(
         ("kv_events", "kv_events_replay"),
-        f"kv_events_replay is {config.kv_events_replay!r} and kv_events is {config.kv_events!r}",
-        "give each an address of its own, or take kv_events_replay away",
+        f"kv_events_replay is {replay!r} and kv_events is {events!r}",
+        f"{remedy}, or take kv_events_replay away",
     )
 
 

@@ -297,6 +297,9 @@ def _value_faults(error: Any, origins: Mapping[str, _Source]) -> Iterator[Fault]
         text = f"{where} is missing (from {source})"
     else:
         text = f"{where}: {message} (got {show(error['input'])}, from {source})"
+    if error["type"] == "literal_error" and isinstance(field.default, str):
+        name = error["loc"][-1]
+        hint = f"set one of these, or leave {name} out: it is {field.default!r} then"
     yield Fault(text, hint or _remedy(field))
 
 

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstrata.core.keys import ABSENT, BlockIds, StoreKeys, as_index
-from kvstrata.core.types import NamespaceId, Read
+from kvstrata.core.keys import ABSENT, BlockIds, KeyArray, StoreKeys, as_index
+from kvstrata.core.types import BlockKey, NamespaceId, Read
 from kvstrata.index.places import ARRIVING, DISK, HOST, REMOTE, WRITING
 from kvstrata.manager.aims import Aims
 from kvstrata.manager.desk import Desk
@@ -40,6 +40,7 @@ from kvstrata.transfer.finder import Found
 _log = logging.getLogger(__name__)
 
 Settled = Callable[[TaskStatus], None]
+OnFound = Callable[[NamespaceId, KeyArray, BlockKey | None], None]
 
 _ABSENT: Final = frozenset({Read.MISS, Read.CORRUPT, Read.FOREIGN})
 _EXPIRY_SECONDS: Final = 1.0  # between two looks for leases that nobody returned
@@ -72,7 +73,9 @@ class Gets:
         *,
         planner: Planner,
         lease_seconds: float,
+        on_found: OnFound = lambda _namespace, _keys, _parent: None,
     ) -> None:
+        """*on_found* hears, with the lock, what the remote tier is found to have, behind which block."""
         self.tasks: dict[int, GetTask] = {}  # needs the lock
         self._cache = cache
         self._lower = lower
@@ -81,6 +84,7 @@ class Gets:
         self._desk = desk
         self._planner = planner
         self._lease_seconds = lease_seconds
+        self._on_found = on_found
         self._next_expiry = 0.0
         self._settled: dict[int, Settled] = {}
         self._explain = partial(explain, desk, cache.counters)
@@ -339,6 +343,7 @@ class Gets:
             free = leading(~self._cache.has(ids, WRITING))  # somebody is saving the next one
             self._cache.index.settle(ids[free:])  # first: some may be the victims of what follows
             self._reads.told(ids[:free])
+            self._note_found(task, lookup, known, known + free)
             arrivals = self._extend(task, lookup, ids[:free])
             beyond = self._cache.index.longest_prefix(
                 lookup.namespace, lookup.keys[known + count :]
@@ -348,6 +353,12 @@ class Gets:
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))
         self._read(arrivals)
+
+    def _note_found(self, task: GetTask, lookup: Lookup, known: int, end: int) -> None:
+        """The remote tier has blocks *known* to *end* of *lookup*."""
+        if task.is_traffic and known < end:
+            above = lookup.keys[known - 1].tobytes() if known else None
+            self._on_found(lookup.namespace, lookup.keys[known:end], above)
 
     def _found_late(self, task: GetTask, lookup: Lookup, search: _Search, count: int) -> None:
         """*task* has not waited for the *count* blocks that were found; it may have ended early."""
@@ -456,6 +467,7 @@ class Gets:
                 return
             task.state = step(task.state, TaskEvent.FOUND)
             arrivals = self._aims.found(task, aim, known, question, there)
+            self._note_found(task, aim.lookup, known, task.blocks)
             self._count_found(task, aim, counted, task.blocks)
             if arrivals and task.task_id in self._settled:
                 settling.told.append((self._settled[task.task_id], self.status(task)))

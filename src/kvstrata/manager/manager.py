@@ -124,6 +124,7 @@ class KVManager:
             self._desk,
             planner=self._planner(config),
             lease_seconds=_LEASE_SECONDS + config.load_timeout_seconds,
+            on_found=self._recorder.put,
         )
         gains = Gains(self.counters, self._namespaces, block_bytes=block_bytes)
         self._moves = Moves(self._cache, self._gets, self._puts, self._sessions, self._pins, gains)
@@ -297,7 +298,7 @@ class KVManager:
             self._limit(namespace)
             offer = Offer(namespace, asked, parent, request, prompt_blocks)
             status = self._puts.match(offer, owner)
-            self._recorder.put(namespace, asked, parent)
+            self._recorder.put(namespace, asked, parent, prompt_blocks=prompt_blocks)
         return status
 
     def launch(self, task_ids: Sequence[int], *, owner: int = LOCAL_OWNER) -> None:
@@ -537,7 +538,7 @@ class KVManager:
             lookup.blocks_per_second = self._sessions.blocks_per_second(owner)
             status, begin = self._gets.match(lookup, owner, settled)
             if lookup.is_traffic:
-                self._recorder.lookup(lookup.namespace, lookup.keys)
+                self._recorder.lookup(lookup.namespace, lookup.keys, status.matched_blocks)
         begin()
         return status
 

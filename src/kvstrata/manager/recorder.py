@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Mapping
 
+import numpy as np
+
 from kvstrata.core.config import Config
 from kvstrata.core.errors import ConfigError
 from kvstrata.core.keys import ABSENT, KeyArray, as_key_array
-from kvstrata.core.types import BlockKey, NamespaceId
+from kvstrata.core.types import NAMESPACE_ID_BYTES, BlockKey, NamespaceId
 from kvstrata.index.tree import PrefixIndex
 from kvstrata.observe import metrics
 from kvstrata.observe.event_log import EventLog, Seen
@@ -21,8 +23,8 @@ class Recorder:
     """Records if the configuration names an event log; else every method does nothing.
 
     A log is of blocks with one number of tokens: that of the first namespace. What other ones ask
-    for is not recorded, but counted as missing. Where no log can be opened there is a warning and
-    none: the cache is worth more.
+    for is not recorded, but counted as missing. Where no log can be opened by now there is a warning
+    and none: the cache is worth more.
     """
 
     def __init__(
@@ -44,19 +46,35 @@ class Recorder:
         self._has_warned = False
         self._log = self._open(config)
 
-    def lookup(self, namespace: NamespaceId, keys: KeyArray) -> None:
-        """*keys* have just been looked up."""
+    def lookup(self, namespace: NamespaceId, keys: KeyArray, found_blocks: int) -> None:
+        """*keys* have just been looked up, and so many were found here; a search may find more."""
         if self._log is None or not self._is_of_log(namespace) or not len(keys):
             return
-        first = max(0, self._depth(namespace, keys[:1]))
-        self._log.record(Seen(False, namespace, keys.tobytes(), first))
+        block = self._find(namespace, keys[:1])
+        first, parent = 0, None
+        if block != ABSENT and (first := int(self._index.depth[block])):
+            (above,) = self._index.parent_keys(np.array([block]))
+            parent = None if above is None else above[NAMESPACE_ID_BYTES:]
+        self._log.record(
+            Seen(False, namespace, keys.tobytes(), first, parent, found_blocks=found_blocks)
+        )
 
-    def put(self, namespace: NamespaceId, keys: KeyArray, parent: BlockKey | None) -> None:
-        """*keys*, which follow *parent*, have just been offered."""
+    def put(
+        self,
+        namespace: NamespaceId,
+        keys: KeyArray,
+        parent: BlockKey | None,
+        *,
+        prompt_blocks: int = 0,
+    ) -> None:
+        """*keys*, which follow *parent*, have just been offered, or found by a search."""
         if self._log is None or not self._is_of_log(namespace) or not len(keys):
             return
-        first = 0 if parent is None else 1 + self._depth(namespace, as_key_array([parent]))
-        self._log.record(Seen(True, namespace, keys.tobytes(), first, parent))
+        above = ABSENT if parent is None else self._find(namespace, as_key_array([parent]))
+        first = 0 if above == ABSENT else 1 + int(self._index.depth[above])
+        self._log.record(
+            Seen(True, namespace, keys.tobytes(), first, parent, prompt_blocks=prompt_blocks)
+        )
 
     def close(self, timeout_seconds: float) -> None:
         """Write what is not written yet, for *timeout_seconds* at most."""
@@ -72,10 +90,8 @@ class Recorder:
             _log.warning("requests are not recorded: %s", e)
             return None
 
-    def _depth(self, namespace: NamespaceId, keys: KeyArray) -> int:
-        """Blocks before the only one of *keys* in its prompt; -1 if that is not known here."""
-        block = int(self._index.find(namespace, keys)[0])
-        return -1 if block == ABSENT else int(self._index.depth[block])
+    def _find(self, namespace: NamespaceId, key: KeyArray) -> int:
+        return int(self._index.find(namespace, key)[0])
 
     def _is_of_log(self, namespace: NamespaceId) -> bool:
         """Whether the log is of blocks such as those of *namespace*; the first one decides."""

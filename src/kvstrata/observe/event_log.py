@@ -56,6 +56,8 @@ class Seen(NamedTuple):
     keys: bytes  # side by side
     first_block: int  # blocks before them in the prompt, as far as that is known
     parent: BlockKey | None = None
+    found_blocks: int = 0  # leading ones of a lookup
+    prompt_blocks: int = 0  # of a put: those of the whole prompt
 
 
 class EventLog:
@@ -187,10 +189,13 @@ def _line(at_seconds: float, seen: Seen) -> bytes:
     if len(set(keys)) < len(keys):  # only the blocks before the repetition count
         keys = keys[: next(i for i, key in enumerate(keys) if key in keys[:i])]
     namespace = seen.namespace.hex()
-    if not seen.is_put:
-        return encode_event(LookupEvent(at_seconds, namespace, keys, seen.first_block))
     parent = None if seen.parent is None else seen.parent.hex()
-    return encode_event(PutEvent(at_seconds, namespace, keys, parent, seen.first_block))
+    if seen.is_put:
+        return encode_event(
+            PutEvent(at_seconds, namespace, keys, parent, seen.first_block, seen.prompt_blocks)
+        )
+    found = min(seen.found_blocks, len(keys))
+    return encode_event(LookupEvent(at_seconds, namespace, keys, found, parent, seen.first_block))
 
 
 def _open_locked(path: Path, more_flags: int) -> int:

@@ -21,7 +21,7 @@ __all__ = [
     "encode_event",
 ]
 
-LOG_VERSION: Final = 1
+LOG_VERSION: Final = 2
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -49,17 +49,23 @@ class LookupEvent(_Line, frozen=True, tag="lookup"):
     t: float  # seconds since the epoch
     namespace: _Namespace  # hex
     keys: list[_Key]  # hex
+    found_blocks: _Count = 0  # leading ones that the cache had: no put of them follows
+    parent: _Key | None = None  # hex; the block before them, if it was known here
     first_block: _Count = 0  # blocks before them in the prompt: those that the device had
 
 
 class PutEvent(_Line, frozen=True, tag="put"):
-    """An engine offered ``keys``, which follow each other in a prompt, for saving."""
+    """An engine offered ``keys``, which follow each other in a prompt, for saving.
+
+    Or a tier that nodes share was found to have them, which the lookup before did not know.
+    """
 
     t: float  # seconds since the epoch
     namespace: _Namespace  # hex
     keys: list[_Key]  # hex
     parent: _Key | None = None  # hex; the block before them; None for those that begin a prompt
     first_block: _Count = 0  # blocks before them in the prompt
+    prompt_blocks: _Count = 0  # of the whole prompt, as far as that is known
 
 
 Event = LogHeader | LookupEvent | PutEvent

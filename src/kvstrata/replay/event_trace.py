@@ -47,6 +47,13 @@ class EventTrace:
                     return
                 raise bad_line(self.path, number, str(e)) from e
             if isinstance(event, LogHeader):
+                if event.version != self.header.version:
+                    raise bad_line(
+                        self.path,
+                        number,
+                        f"a log of version {event.version} begins here",
+                        hint="replay it with the program that wrote it, and the lines before it alone",
+                    )
                 if event != self.header:
                     raise bad_line(
                         self.path,
@@ -57,6 +64,8 @@ class EventTrace:
                 continue
             if len(set(event.keys)) != len(event.keys):
                 raise bad_line(self.path, number, "`keys` has a key twice")
+            if isinstance(event, LookupEvent) and event.found_blocks > len(event.keys):
+                raise bad_line(self.path, number, "`found_blocks` is more than the keys there are")
             latest = max(latest, event.t)
             try:
                 request = self._request(event, latest)
@@ -66,17 +75,22 @@ class EventTrace:
 
     def _request(self, event: LookupEvent | PutEvent, arrival_seconds: float) -> Request:
         blocks = _identities(event.namespace, event.keys)
-        is_put = isinstance(event, PutEvent)
         parent = NO_PARENT
-        if isinstance(event, PutEvent) and event.parent is not None:
+        if event.parent is not None:
             parent = int(_identities(event.namespace, [event.parent])[0])
+        if isinstance(event, PutEvent):
+            kind, found, whole = Kind.PUT, 0, event.prompt_blocks
+        else:
+            kind, found, whole = Kind.LOOKUP, event.found_blocks, 0
         return Request(
             arrival_seconds,
             (event.first_block + len(blocks)) * self.tokens_per_block,
             blocks,
-            Kind.PUT if is_put else Kind.LOOKUP,
+            kind,
             event.first_block,
             parent,
+            found,
+            whole,
         )
 
 
@@ -101,7 +115,8 @@ def read_header(path: Path) -> LogHeader | None:
     if probe.event == "log" and probe.version != LOG_VERSION:
         raise ConfigError(
             f"{path} is an event log of version {probe.version}, this program reads {LOG_VERSION}",
-            hint="replay it with the program that wrote it",
+            hint="replay it with the program that wrote it; if it goes on in version "
+            f"{LOG_VERSION}, give the lines from there on",
         )
     try:
         event = decode_event(line)

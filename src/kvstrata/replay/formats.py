@@ -87,13 +87,22 @@ def _as_event_trace(trace: EventTrace, reading: Reading) -> EventTrace:
 
 
 def _numbers(path: Path, reading: Reading) -> IdFormat:
-    known = {each.name: each for each in (MOONCAKE, TIMED)}
-    if reading.format in known:
-        numbers = known[reading.format]
+    by_name = {each.name: each for each in (MOONCAKE, TIMED)}
+    by_tokens = {each.tokens_per_id: each for each in by_name.values()}
+    if reading.format in by_name:
+        numbers = by_name[reading.format]
     elif reading.tokens_per_id is None:
         numbers = infer_format(path, reading.labels)
+    elif reading.tokens_per_id in by_tokens:
+        numbers = by_tokens[reading.tokens_per_id]
+    elif reading.seconds_per_unit is not None:
+        numbers = TIMED
     else:
-        numbers = MOONCAKE if reading.tokens_per_id == MOONCAKE.tokens_per_id else TIMED
+        raise ConfigError(
+            f"--tokens-per-id {reading.tokens_per_id} does not say what the times of {path} are",
+            hint="add --format mooncake if they are milliseconds, --format timed if they are seconds, "
+            "or --seconds-per-unit",
+        )
     return replace(
         numbers,
         labels=reading.labels,

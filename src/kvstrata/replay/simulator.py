@@ -9,6 +9,7 @@ says whether a real one could follow.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -37,7 +38,7 @@ from kvstrata.replay.hashing import keys_of_identities
 from kvstrata.replay.outcome import Outcome
 from kvstrata.replay.sizes import Sizes
 from kvstrata.replay.spool import Spool, Spooled
-from kvstrata.replay.trace import NO_PARENT, Kind
+from kvstrata.replay.trace import NO_PARENT, Kind, Request
 from kvstrata.transfer.finder import Found
 from kvstrata.transfer.read_meter import ReadCost
 
@@ -48,6 +49,7 @@ _OWNER: Final = 1
 _WRITE_BLOCKS: Final = 1024  # written to disk in one go
 _NEVER_SECONDS: Final = 1e9
 _EVENTS_A_TELLING: Final = 256
+_MOST_OPEN: Final = 4096  # lookups whose put is still to come: of requests that run
 
 
 class CachePlan(NamedTuple):
@@ -166,6 +168,7 @@ class SimulatedCache:
             lease_seconds=_NEVER_SECONDS,
         )
         self._puts = Puts(self.cache, lower, desk)
+        self._open: OrderedDict[int, tuple[Request, int]] = OrderedDict()  # by what is put next
         self._hits = {"host": 0, "disk": 0}
         self._prefill_seconds = self._load_seconds = 0.0
         self._computed_blocks, self._computed_seconds = 0, 0.0
@@ -175,20 +178,43 @@ class SimulatedCache:
         """One event of a trace."""
         request, on_device = event
         self._now = request.arrival_seconds
-        keys = keys_of_identities(request.blocks)
         if request.kind is Kind.PUT:
-            parent = None
-            if request.parent != NO_PARENT:
-                parent = keys_of_identities(np.array([request.parent], np.uint64)).tobytes()
-            self._save(keys, parent)
+            self._put(request)
             return
+        keys = keys_of_identities(request.blocks)
         first = request.first_block + on_device
         wanted = keys[on_device:]
         found = self._load(wanted, first) if len(wanted) else 0
         self._compute(first + found, first + len(wanted))
-        if request.kind is Kind.PROMPT and found < len(wanted):
-            done = on_device + found
-            self._save(keys[done:], keys[done - 1].tobytes() if done else None)
+        done, whole = on_device + found, request.first_block + len(keys)
+        if request.kind is Kind.PROMPT or request.found_blocks == len(keys):
+            above = keys[done - 1].tobytes() if done else _key_of(request.parent)
+            self._save(keys[done:], above, whole)
+        else:
+            self._await_put(request, done)
+
+    def _await_put(self, request: Request, found_blocks: int) -> None:
+        """What *request* lacks in the trace is to be put; here *found_blocks* of it were found."""
+        lacking = int(request.blocks[request.found_blocks])
+        self._open.pop(lacking, None)
+        if found_blocks != request.found_blocks:
+            own = request._replace(
+                blocks=request.blocks.copy()
+            )  # else all that was read with it stays
+            self._open[lacking] = own, found_blocks
+        if len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
+
+    def _put(self, request: Request) -> None:
+        """What the engine would have offered here: from the first block on that it did not find."""
+        blocks, parent = request.blocks, request.parent
+        looked_up, found_blocks = self._open.pop(int(blocks[0]), (None, 0))
+        if looked_up is not None:
+            blocks = np.concatenate([looked_up.blocks[: looked_up.found_blocks], blocks])
+            above = blocks[:found_blocks]
+            parent = int(above[-1]) if len(above) else looked_up.parent
+            blocks = blocks[found_blocks:]
+        self._save(keys_of_identities(blocks), _key_of(parent), request.prompt_blocks)
 
     def outcome(self) -> Outcome:
         """What has come of all requests."""
@@ -243,9 +269,13 @@ class SimulatedCache:
         self._load_seconds += self._costs.disk_seconds(task.disk_blocks)
         return loaded
 
-    def _save(self, keys: KeyArray, parent: BlockKey | None) -> None:
+    def _save(self, keys: KeyArray, parent: BlockKey | None, whole: int) -> None:
+        """Offer *keys* of a prompt of *whole* blocks, if that is known."""
+        if not len(keys):
+            return
         with self._lock:
-            status = self._puts.match(Offer(_NAMESPACE, keys, parent), _OWNER)
+            offer = Offer(_NAMESPACE, keys, parent, prompt_blocks=whole)
+            status = self._puts.match(offer, _OWNER)
             if status.task_id:
                 task = self._puts.tasks[status.task_id]
                 self._puts.publish(task, TaskState.DONE, len(task.ids))
@@ -269,6 +299,12 @@ class SimulatedCache:
         if not self._computed_blocks:
             return None
         return self._computed_blocks / self._computed_seconds
+
+
+def _key_of(identity: int) -> BlockKey | None:
+    if identity == NO_PARENT:
+        return None
+    return keys_of_identities(np.array([identity], np.uint64)).tobytes()
 
 
 def simulate(

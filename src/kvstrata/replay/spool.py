@@ -26,6 +26,8 @@ _RECORD: Final = np.dtype(
         ("blocks", "<u4"),
         ("device_blocks", "<u4"),
         ("first_block", "<u4"),
+        ("found_blocks", "<u4"),
+        ("prompt_blocks", "<u4"),
         ("kind", "u1"),
     ]
 )
@@ -87,9 +89,10 @@ class Spool:
 
 def _unpack(piece: NDArray[Any], blocks: Identities) -> Iterator[Spooled]:
     start = 0
-    for arrival, parent, tokens, count, device, first, kind in piece.tolist():
+    for arrival, parent, tokens, count, device, first, found, whole, kind in piece.tolist():
         end = start + count
-        request = Request(arrival, tokens, blocks[start:end], Kind(kind), first, parent)
+        here = blocks[start:end]
+        request = Request(arrival, tokens, here, Kind(kind), first, parent, found, whole)
         yield Spooled(request, device)
         start = end
 
@@ -101,7 +104,7 @@ class SpoolWriter:
         self._spool = Spool(directory, tokens_per_block)
         self._records: BinaryIO = self._spool.records.open("wb")
         self._identities: BinaryIO = self._spool.identities.open("wb")
-        self._waiting: list[tuple[float, int, int, int, int, int, int]] = []
+        self._waiting: list[tuple[float, int, int, int, int, int, int, int, int]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -116,11 +119,20 @@ class SpoolWriter:
         self._identities.close()
 
     def add(self, request: Request, device_blocks: int) -> None:
-        arrival_seconds, input_tokens, blocks, kind, first_block, parent, _ = request
         self._waiting.append(
-            (arrival_seconds, parent, input_tokens, len(blocks), device_blocks, first_block, kind)
+            (
+                request.arrival_seconds,
+                request.parent,
+                request.input_tokens,
+                len(request.blocks),
+                device_blocks,
+                request.first_block,
+                request.found_blocks,
+                request.prompt_blocks,
+                request.kind,
+            )
         )
-        self._identities.write(blocks.tobytes())
+        self._identities.write(request.blocks.tobytes())
         if len(self._waiting) == _RECORDS_A_PIECE:
             self._flush()
 

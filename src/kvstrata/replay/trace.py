@@ -17,7 +17,7 @@ class Kind(enum.IntEnum):
     """What a request does to the cache."""
 
     PROMPT = 0  # looks its blocks up, and saves those that were not found
-    LOOKUP = 1  # only looks up
+    LOOKUP = 1  # looks up; a put of what the cache of the trace did not find may follow
     PUT = 2  # only saves
 
 
@@ -30,6 +30,8 @@ class Request(NamedTuple):
     kind: Kind = Kind.PROMPT
     first_block: int = 0  # blocks of the prompt before ``blocks``
     parent: int = NO_PARENT  # identity of the block before ``blocks``
+    found_blocks: int = 0  # of a lookup: leading ones of which no put follows
+    prompt_blocks: int = 0  # of a put: those of the whole prompt, if the trace says so
     output_tokens: int = 0  # of the answer, if the trace says so
 
 

@@ -152,10 +152,10 @@ class Conversation:
                 hello.session, hello.world_size, life=hello.life, running=hello.running
             )
             self.host.client_log.tell(
-                "%s has joined; ranks: %d, attached: %d",
+                "%s has joined; workers here: %d of %d",
                 self._name,
-                hello.world_size,
                 manager.workers(self._owner),
+                hello.world_size,
             )
         self._manager = manager
         mapping = manager.memory.mapping
