@@ -2,7 +2,7 @@
 
     python -m bench.blend_steps              # 15 pairs
     python -m bench.blend_steps --quick      # 4
-    python -m bench.blend_steps --share 0.6  # of a prompt is known, not 0.975
+    python -m bench.blend_steps --share 0.8  # of a prompt is known, not 0.975
 
 The prompts are the *documents* of ``blend_latency.py``: one is computed whole, and the next is blended, in
 turn, by the same engine in this process. What is timed is each forward that blending runs in the model, by

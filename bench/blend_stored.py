@@ -141,9 +141,8 @@ def main() -> int:
         help="the first, and the later ones",
     )
     options = parser.parse_args()
-    os.environ.setdefault(
-        "VLLM_LOGGING_LEVEL", "ERROR"
-    )  # it warns of each reset that waits for saves
+    # It warns of each reset that waits for saves.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         write_tiny_llama(Path(folder), MODEL)
         prompts = tuple(options.prompts)

@@ -90,6 +90,8 @@ def measure(*, prefault: bool) -> list[int]:
         server = within(a, sys.executable, "-m", *command)
         try:
             while not path.exists():
+                if server.poll() is not None:
+                    sys.exit(f"error: the server has ended with {server.returncode}")
                 time.sleep(0.05)
             told = [str(path), str(a), str(b), "touch" if prefault else "leave"]
             engine = within(b, sys.executable, str(Path(__file__).resolve()), *told)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final, TypeVar
@@ -20,6 +21,7 @@ _NOTHING_IS_TIMED: Final = {
 }
 
 # A core in a process of its own would have to be ended before that of the bench can be.
+_SAVE_SECONDS: Final = 60.0
 _IN_ONE_PROCESS: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -66,7 +68,10 @@ def blending_engine(model: str, settings: Mapping[str, Any], **engine: Any) -> A
 def generate(engine: Any, prompts: Sequence[list[int]], sampling: Any) -> None:
     """Ask *engine* all of *prompts*, then empty its device cache, once all is saved."""
     engine.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+    give_up = time.monotonic() + _SAVE_SECONDS
     while not engine.reset_prefix_cache():  # refused while saves hold blocks
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"saves hold device blocks for more than {_SAVE_SECONDS} s")
         engine.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
 
 
