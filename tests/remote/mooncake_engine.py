@@ -165,8 +165,8 @@ class MooncakeEngine(BoundedEngine):
         self.put(_name(key), value or MAGIC[:1])  # a pool holds no empty object
 
     def fill(self) -> None:
-        """With what is asked for again and again."""
-        self._command("fill", "", bytes(1 << 10))
+        """With what is pinned."""
+        self._command("fill", "")
 
     def let_evict(self) -> None:
         """It does so by itself."""

@@ -5,18 +5,19 @@ command a line on standard input, one answer a line on standard output; it ends 
 """
 
 import base64
+import itertools
 import json
 import os
 import sys
-import threading
 import time
 from typing import Any
 
-from mooncake.store import MooncakeDistributedStore
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 _BUFFER_BYTES = 16 << 20
 _FULL_SECONDS = 0.5
-_KEEP_SECONDS = 0.2  # much less than a lease lasts
+_FILLER_BYTES = 1 << 20, 1 << 16
+_numbers = itertools.count()  # of fillers: what is put again under its name takes no room
 
 
 def main(master: str, metadata: str, segment_bytes: str) -> None:
@@ -39,28 +40,20 @@ def _do(store: Any, command: str, name: str, value: bytes) -> object:
     if command == "put":
         store.remove(name, True)
         return store.put(name, value)
-    return _fill(store, value * (1 << 10))
+    _fill(store)
+    return None
 
 
-def _fill(store: Any, filler: bytes) -> int:
-    """Until nothing is taken for a while: what was there before may still be evicted."""
-    names: list[str] = []
-    threading.Thread(target=_keep, args=(store, names), daemon=True).start()
-    end = time.monotonic() + _FULL_SECONDS
-    while time.monotonic() < end:
-        name = f"filler/{len(names)}"
-        if store.put(name, filler) == 0:
-            names.append(name)
-            end = time.monotonic() + _FULL_SECONDS
-    return len(names)
-
-
-def _keep(store: Any, names: list[str]) -> None:
-    """For ever: what is asked for is not evicted soon."""
-    while True:
-        for name in list(names):
-            store.is_exist(name)
-        time.sleep(_KEEP_SECONDS)
+def _fill(store: Any) -> None:
+    """Nothing of it is ever evicted; until nothing is taken for a while, of any size."""
+    store.remove_all(True)
+    pinned = ReplicateConfig()
+    pinned.with_hard_pin = True
+    for size in _FILLER_BYTES:
+        end = time.monotonic() + _FULL_SECONDS
+        while time.monotonic() < end:
+            if store.put(f"filler/{next(_numbers)}", bytes(size), pinned) == 0:
+                end = time.monotonic() + _FULL_SECONDS
 
 
 if __name__ == "__main__":
