@@ -105,7 +105,7 @@ class Member:
     def restart(self) -> None:
         """End the engine and start it again; a server beside it stays, if it and those that it uses live."""
         self._stop()
-        ended = [n for n, service in enumerate(self._services) if service.poll() is not None]
+        ended = [n for n, service in enumerate(self._services) if not _lives(service)]
         if ended:
             self._end_services(ended[0])
             self._start_services()
@@ -131,9 +131,7 @@ class Member:
     @property
     def server_pids(self) -> set[int]:
         """As they were when ``counters`` was asked last; a service that has ended is none."""
-        # One that was killed has an exit status only when the last of its threads has ended.
-        living = (s.pid for s in self._services if s.poll() is None and is_alive(s.pid))
-        return {*living, *self._server_pids}
+        return {*(s.pid for s in self._services if _lives(s)), *self._server_pids}
 
     @property
     def has_ended(self) -> bool:
@@ -255,6 +253,11 @@ class Member:
             hint="give the command again, and it goes on behind what is measured; or leave this one "
             "out, with --contender and another --output",
         )
+
+
+def _lives(service: subprocess.Popen[bytes]) -> bool:
+    """One that was killed has an exit status only when the last of its threads has ended."""
+    return service.poll() is None and is_alive(service.pid)
 
 
 def remove_leftovers(engine_id: str) -> None:

@@ -87,10 +87,10 @@ class EventTrace:
             (event.first_block + len(blocks)) * self.tokens_per_block,
             blocks,
             kind,
-            event.first_block,
-            parent,
-            found,
-            whole,
+            first_block=event.first_block,
+            parent=parent,
+            found_blocks=found,
+            prompt_blocks=whole,
         )
 
 

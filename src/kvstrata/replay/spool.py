@@ -92,7 +92,16 @@ def _unpack(piece: NDArray[Any], blocks: Identities) -> Iterator[Spooled]:
     for arrival, parent, tokens, count, device, first, found, whole, kind in piece.tolist():
         end = start + count
         here = blocks[start:end]
-        request = Request(arrival, tokens, here, Kind(kind), first, parent, found, whole)
+        request = Request(
+            arrival,
+            tokens,
+            here,
+            Kind(kind),
+            first_block=first,
+            parent=parent,
+            found_blocks=found,
+            prompt_blocks=whole,
+        )
         yield Spooled(request, device)
         start = end
 
