@@ -16,6 +16,7 @@ from kvstrata.core.config import Config
 from kvstrata.core.load import load_config
 from kvstrata.core.remote_tiers import ValkeyTier
 from kvstrata.core.tiers import DiskTier, SharedTier
+from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.disk_lock import LOCK_NAME
 
 PLENTY = str(10**15)
@@ -88,10 +89,30 @@ def test_blending_is_another_connector() -> None:
 def test_settings_of_blending_need_the_option(tmp_path: Path) -> None:
     file = tmp_path / "kvstrata.yaml"
     file.write_text("blend: all\nrecompute_ratio: 0.3\n")
-    assert "blend, recompute_ratio is set, and --blend is not" in refused(
-        "model", "--config", str(file)
-    )
+    said = refused("model", "--config", str(file))
+    assert "blend, recompute_ratio is set, in a file or in the environment, and --blend is" in said
     assert settings("model", "--blend", "--config", str(file)).recompute_ratio == 0.3
+
+
+def test_who_saves_nothing_cannot_blend() -> None:
+    assert "--blend with --role kv_consumer" in refused("model", "--blend", "--role", "kv_consumer")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("--host-sise", "--host-size"), ("--host_size", "--host-size"), ("--disc=/a:1GiB", "--disk")],
+)
+def test_what_is_nearly_an_option_of_ours_is_no_option_of_vllm(given: str, meant: str) -> None:
+    name = given.partition("=")[0]
+    said = refused("model", given, "1GiB")
+    assert f"unknown option {name}\n  hint: did you mean {meant}?" in said
+
+
+def test_an_option_counts_once(tmp_path: Path) -> None:
+    disks = [f"{tmp_path}/a:1GiB", f"{tmp_path}/b:1GiB"]
+    said = refused("model", "--disk", disks[0], "--disk", disks[1])
+    assert "'--disk': it is given more than once" in " ".join(said.split())
+    assert printed("model", "--enforce-eager", "--dry-run")[3] == "--enforce-eager"
 
 
 def test_unknown_options_go_to_vllm_unchanged_and_in_order() -> None:
@@ -135,6 +156,17 @@ def test_disks_and_a_shared_directory(tmp_path: Path) -> None:
     assert found.disk_tier is not None
     assert found.disk_tier.paths == (tmp_path / "a", tmp_path / "b")
     assert found.lowest_tier == SharedTier(path=tmp_path / "c", capacity=4 * 2**20)
+
+
+def test_an_engine_below_that_does_not_answer_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.execv", lambda path, argv: None)
+    command = ["serve", "model", "--host-size", "1MiB", "--remote", "valkey://127.0.0.1:1"]
+    said = CliRunner().invoke(app, command).stderr
+    assert said.startswith("warning: valkey://127.0.0.1:1 cannot be used now (unreachable): ")
+    assert "; the cache does without it until it answers (check that the server runs" in said
+    assert CliRunner().invoke(app, [*command, "--dry-run"]).stderr == ""  # asks nobody
 
 
 def test_an_option_puts_an_engine_below(tmp_path: Path) -> None:
@@ -241,6 +273,17 @@ def test_a_tier_below_may_lack_its_unit_as_well(kind: str, tmp_path: Path) -> No
 def test_a_disk_tier_larger_than_the_disk(tmp_path: Path) -> None:
     message = refused("model", "--disk", f"{tmp_path}/kv:{PLENTY}")
     assert "the disk tier wants 909.5 TiB" in message
+
+
+def test_a_disk_directory_that_was_made_larger_is_refused_before_vllm_starts(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "kv"
+    DiskStore([path], block_bytes=1 << 20, capacity_bytes=64 << 20).close()
+    said = refused("model", "--disk", f"{path}:32MiB")
+    assert f"--disk {path}:32MiB: {path} holds" in said
+    assert "hint: set the capacity of the disk tier to at least" in said
+    assert settings("model", "--disk", f"{path}:64MiB").disk_tier is not None
 
 
 def test_a_disk_directory_that_is_a_file(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def settings_of(line: CommandLine, folder: Path, patch: pytest.MonkeyPatch) -> C
     """What the program would run a server with. This machine need not be large enough for it."""
     given: list[Config] = []
     patch.setattr("kvstrata.server.main.run_server", lambda config, *_, **__: given.append(config))
-    patch.setattr("kvstrata.cli.server.check_machine", lambda *_: [])
+    patch.setattr("kvstrata.cli.server.check_machine", lambda *_, **__: [])
     for name, value in line.environment.items():
         patch.setenv(name, value)
     file = settings_file(line, folder)
@@ -100,6 +100,22 @@ def test_an_engine_joins_the_server_and_leaves_its_memory_to_it(
     (server,) = (each for each in OF_SERVERS if each.where.split()[0] == line.where.split()[0])
     assert extra["socket"] in " ".join(server.arguments)
     assert line.environment["KVSTRATA_PREFAULT"] == "false"
+
+
+def test_no_option_of_vllm_is_taken_for_a_mistyped_one_of_ours() -> None:
+    program = (
+        "import json\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = make_arg_parser(FlexibleArgumentParser())\n"
+        "print(json.dumps([o for a in parser._actions for o in a.option_strings]))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert len(theirs) > 300
+    result = CliRunner().invoke(app, ["serve", "model", "--dry-run", "--", *theirs])
+    assert result.exit_code == 0, result.stderr
 
 
 def test_options_that_go_to_vllm_are_options_of_vllm() -> None:

@@ -135,8 +135,8 @@ def test_an_example_of_the_reference_is_one_of_the_program(line: str) -> None:
 @pytest.fixture
 def _large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has all the memory, disks, mounts and servers of the documentation."""
-    monkeypatch.setattr("kvstrata.cli.serve.check_machine", lambda *_: [])
-    monkeypatch.setattr("kvstrata.cli.server.check_machine", lambda *_: [])
+    monkeypatch.setattr("kvstrata.cli.serve.check_machine", lambda *_, **__: [])
+    monkeypatch.setattr("kvstrata.cli.server.check_machine", lambda *_, **__: [])
     monkeypatch.setattr("kvstrata.server.main.run_server", lambda *_, **__: None)
 
 

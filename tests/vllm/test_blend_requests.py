@@ -78,6 +78,18 @@ def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixt
     )
 
 
+def test_a_mistyped_wish_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    wants = request("mine")
+    wants.kv_transfer_params = {"blned": True, "remote_block_ids": []}
+    assert wish_of(wants, load_config({}, environ={})).refused == "not_understood"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "request mine is not blended: kv_transfer_params has 'blned' and no 'blend'"
+    )
+    wants.kv_transfer_params = {"do_remote_prefill": True, "taint_from": 3}
+    assert wish_of(wants, load_config({}, environ={})).refused == "not_asked"
+
+
 @pytest.mark.parametrize(
     ("settings", "ratio", "said"),
     [

@@ -20,7 +20,7 @@ from typing import Final, Literal
 
 from kvstrata import __version__
 from kvstrata.cli.gpu_copies import GpuCopies, has_gpu, may_have_gpu, measure_gpu
-from kvstrata.cli.round_trip import PROBE_BLOCK_BYTES, remote_round_trip, round_trip
+from kvstrata.cli.round_trip import PROBE_BLOCK_BYTES, ask_remote, remote_round_trip, round_trip
 from kvstrata.cli.servers import look_at
 from kvstrata.cli.shown_settings import settings_in_words
 from kvstrata.core.config import Config
@@ -310,7 +310,7 @@ def check_disk(tier: DiskTier, setting: str = DISK_CAPACITY) -> Iterator[Finding
     if tier.capacity < _LEAST_BYTES:
         yield _too_little("disk", "disk", tier.capacity, setting)
         return
-    problem = _problem_of("disk", partial(check_directories, tier.paths))
+    problem = _problem_of("disk", partial(check_directories, tier.paths, tier.capacity))
     if problem is not None:
         yield problem
         return
@@ -330,6 +330,15 @@ def check_lowest(tier: LowestTier, setting: str = _SHARED_CAPACITY) -> Iterator[
 
 def _open_and_close(tier: RemoteTier) -> None:
     open_remote(tier, block_bytes=PROBE_BLOCK_BYTES, memory=None).close()
+
+
+def check_answer(tier: RemoteTier) -> Iterator[Finding]:
+    """Whether the engine of *tier* answers now; one that does not is left out until it does."""
+    try:
+        ask_remote(tier)
+    except TierUnavailable as e:
+        message = f"{_unusable(tier, e)}; the cache does without it until it answers"
+        yield Finding("remote", "warning", message, e.hint or "")
 
 
 def _too_little(subject: str, kind: str, capacity_bytes: int, setting: str) -> Finding:
@@ -362,8 +371,7 @@ def check_remote(tier: RemoteTier, lookup_seconds: float) -> Finding:
     try:
         trip = remote_round_trip(tier)
     except TierUnavailable as e:
-        message = f"{redact(tier.url)} cannot be used now ({e.cause}): {e.args[0]}"
-        return Finding("remote trip", "problem", message, e.hint or "")
+        return Finding("remote trip", "problem", _unusable(tier, e), e.hint or "")
     except KVStrataError as e:
         return Finding("remote trip", "problem", *_parts(e))
     lookup_ms, patience_ms = trip.lookup_seconds * 1000, lookup_seconds * 1000
@@ -379,6 +387,10 @@ def check_remote(tier: RemoteTier, lookup_seconds: float) -> Finding:
         f"(remote_lookup_seconds, {patience_ms:g} ms): what it holds will be computed",
         "raise remote_lookup_seconds, or share blocks through something nearer",
     )
+
+
+def _unusable(tier: RemoteTier, error: TierUnavailable) -> str:
+    return f"{redact(tier.url)} cannot be used now ({error.cause}): {error.args[0]}"
 
 
 def check_log(path: Path) -> Finding:

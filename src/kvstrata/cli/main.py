@@ -1,5 +1,6 @@
 """The program `kvstrata`. Commands import what they need when they run, so that help is quick."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from kvstrata.cli.drain import drain
 from kvstrata.cli.gc import gc
 from kvstrata.cli.inspect import inspect
 from kvstrata.cli.make_trace import make_trace
+from kvstrata.cli.once import OnceCommand
 from kvstrata.cli.page import page
 from kvstrata.cli.pin import pin, unpin
 from kvstrata.cli.replay import replay
@@ -32,24 +34,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs of help are filled
 )
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-app.command()(server)
-app.command()(stats)
-app.command()(inspect)
-app.command()(top)
-app.command()(page)
-app.command()(pin)
-app.command()(unpin)
-app.command()(clear)
-app.command()(drain)
-app.command()(warm)
-app.command()(doctor)
-app.command()(check)
-app.command()(gc)
-app.command()(replay)
-app.command()(make_trace)
-app.command()(demo)
-app.command()(bench)
+command = partial(app.command, cls=OnceCommand)
+command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+command()(server)
+command()(stats)
+command()(inspect)
+command()(top)
+command()(page)
+command()(pin)
+command()(unpin)
+command()(clear)
+command()(drain)
+command()(warm)
+command()(doctor)
+command()(check)
+command()(gc)
+command()(replay)
+command()(make_trace)
+command()(demo)
+command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -24,7 +24,7 @@ from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
 from kvstrata.storage.remote.open import open_remote
 
-__all__ = ["PROBE_BLOCK_BYTES", "remote_round_trip", "round_trip"]
+__all__ = ["PROBE_BLOCK_BYTES", "ask_remote", "remote_round_trip", "round_trip"]
 
 PROBE_BLOCK_BYTES: Final = 64 * 1024
 _PROBE_BLOCKS: Final = 4
@@ -67,6 +67,12 @@ class RemoteTrip(NamedTuple):
 
     seconds: float
     lookup_seconds: float
+
+
+def ask_remote(tier: RemoteTier) -> None:
+    """Look for a block that nobody has; ``TierUnavailable`` where the engine cannot be used."""
+    with closing(open_remote(tier, block_bytes=PROBE_BLOCK_BYTES, memory=None)) as store:
+        store.exists([secrets.token_bytes(STORE_KEY_BYTES)])
 
 
 def remote_round_trip(tier: RemoteTier) -> RemoteTrip:

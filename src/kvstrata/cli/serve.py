@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -40,6 +41,7 @@ _BLEND_CONNECTOR: Final = {
 _PROGRAM: Final = "vllm.entrypoints.cli.main"
 _PROGRAM_OF_ANOTHER_PACKAGE: Final = "kvstrata.cli.vllm_program"
 _TRANSFER_OPTION: Final = "--kv-transfer-config"
+_NEAR: Final = 0.8  # of 1: no option of vLLM is as like one of these
 
 
 class Role(enum.StrEnum):
@@ -89,6 +91,13 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
     """
     with reported():
         _refuse_mistakes(model, context.args)
+        _refuse_near_names(context)
+        if blend and role is Role.CONSUMER:
+            raise ConfigError(
+                "--blend with --role kv_consumer: what can be reused is learned as it is saved, and "
+                "this engine saves nothing",
+                hint="leave --role out, which is kv_both then, or drop --blend",
+            )
         tiers = TierOptions(host_size, disk, shared, remote)
         if attach is not None and any(option is not None for option in tiers):
             raise ConfigError(
@@ -97,7 +106,7 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
             )
         overrides = overrides_of(config=config, tiers=tiers, socket=attach)
         _refuse_secrets(overrides)
-        warnings = _check(overrides, tiers, blend=blend)
+        warnings = _check(overrides, tiers, blend=blend, asks_others=not dry_run)
         transfer = {
             **(_BLEND_CONNECTOR if blend else _CONNECTOR),
             "kv_role": role.value,
@@ -171,7 +180,19 @@ def _refuse_mistakes(model: str, rest: Sequence[str]) -> None:
             )
 
 
-def _check(overrides: dict[str, object], tiers: TierOptions, *, blend: bool) -> list[str]:
+def _refuse_near_names(context: typer.Context) -> None:
+    """What vLLM would call unknown, and is meant for this command."""
+    own = [name for param in context.command.params for name in param.opts if name[0] == "-"]
+    for argument in context.args:
+        name = argument.partition("=")[0]
+        close = get_close_matches(name.replace("_", "-"), own, n=1, cutoff=_NEAR)
+        if name.startswith("--") and name not in own and close:
+            raise ConfigError(f"unknown option {name}", hint=f"did you mean {close[0]}?")
+
+
+def _check(
+    overrides: dict[str, object], tiers: TierOptions, *, blend: bool, asks_others: bool
+) -> list[str]:
     """Raise ConfigError for what would keep the engine from starting; return warnings."""
     from kvstrata.core.load import load_config
     from kvstrata.server import sockets
@@ -180,10 +201,11 @@ def _check(overrides: dict[str, object], tiers: TierOptions, *, blend: bool) -> 
     if settings.blend_settings and not blend:
         names = ", ".join(settings.blend_settings)
         raise ConfigError(
-            f"{names} is set, and --blend is not", hint=f"add --blend, or drop {names}"
+            f"{names} is set, in a file or in the environment, and --blend is not",
+            hint=f"add --blend, or drop {names}",
         )
     if settings.socket is None:
-        return check_machine(settings, tiers)
+        return check_machine(settings, tiers, asks_others=asks_others)
     try:
         sockets.connect(settings.socket).close()
     except ServerUnavailable as e:

@@ -98,12 +98,20 @@ def overrides_of(
     return overrides
 
 
-def check_machine(config: "Config", tiers: TierOptions) -> list[str]:
+def check_machine(config: "Config", tiers: TierOptions, *, asks_others: bool = True) -> list[str]:
     """Raise ConfigError unless this machine can hold the tiers of *config*; return warnings.
 
-    A tier that *tiers* names is called by its option.
+    A tier that *tiers* names is called by its option. An engine that nodes share is asked for
+    something, if it is wanted (*asks_others*), which takes as long as one of its calls may.
     """
-    from kvstrata.cli.diagnosis import check_disk, check_host, check_log, check_lowest
+    from kvstrata.cli.diagnosis import (
+        check_answer,
+        check_disk,
+        check_host,
+        check_log,
+        check_lowest,
+    )
+    from kvstrata.core.remote_tiers import RemoteTier
 
     host = {} if tiers.host_size is None else {"setting": "--host-size"}
     disk = {} if tiers.disk is None else {"setting": "--disk"}
@@ -119,6 +127,8 @@ def check_machine(config: "Config", tiers: TierOptions) -> list[str]:
         if finding.level == "problem":
             said = _said(tiers, finding.subject)
             raise ConfigError(f"{said}{finding.message}", hint=finding.remedy or None)
+    if asks_others and isinstance(config.lowest_tier, RemoteTier):
+        findings += check_answer(config.lowest_tier)
     return [
         f"{finding.message} ({finding.remedy})" if finding.remedy else finding.message
         for finding in findings

@@ -102,8 +102,11 @@ def tier_kind(word: str) -> Kind:
     kind = _KINDS.get(word.lower())
     if kind is not None:
         return kind
-    close = get_close_matches(word.lower(), _KINDS, n=1, cutoff=0.5)
-    known = "a tier is 'host', 'disk', 'shared' or an address such as 's3://bucket/prefix'"
+    close = get_close_matches(word.lower(), _KINDS, n=1, cutoff=0.6)
+    known = (
+        "a tier is 'host', 'disk', 'shared' or an address that begins with s3://, gs://, az://, "
+        "valkey://, rediss://, unix:// or mooncake://"
+    )
     hint = f"did you mean {close[0]!r}?" if close else known
     raise ConfigError(f"unknown tier {word!r}", hint=hint)
 

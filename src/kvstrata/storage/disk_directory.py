@@ -174,13 +174,15 @@ def open_directories(
         ) from e
 
 
-def check_directories(paths: Sequence[Path]) -> None:
+def check_directories(paths: Sequence[Path], capacity_bytes: int) -> None:
     """Raise what ``open_directories`` would whatever the size of blocks; changes nothing."""
     system = FileSystem()
     try:
         found = _found_in(system, paths)
         if found and found[0] is not None:
-            _compare(paths[0], found[0][0], "directories", len(paths))
+            first = found[0][0]
+            _compare(paths[0], first, "directories", len(paths))
+            _refuse_smaller(paths[0], first, capacity_bytes // first.slot_bytes)
         _check_members(system, paths, found)
     except OSError as e:
         raise ConfigError(
@@ -267,7 +269,7 @@ def _check(
         superblock = replace(superblock, stripe_blocks=first.stripe_blocks)
         for name in ("block_bytes", "max_blocks_per_file", "directories"):
             _compare(paths[0], first, name, getattr(superblock, name))
-        _refuse_smaller(paths[0], first, superblock)
+        _refuse_smaller(paths[0], first, superblock.slots)
     _check_members(system, paths, found)
     _check_room(system, paths, superblock)
     return first, superblock
@@ -315,11 +317,11 @@ def _compare(path: Path, found: Superblock, name: str, wanted: int) -> None:
         )
 
 
-def _refuse_smaller(path: Path, found: Superblock, wanted: Superblock) -> None:
-    if wanted.slots < found.slots:
+def _refuse_smaller(path: Path, found: Superblock, wanted_slots: int) -> None:
+    if wanted_slots < found.slots:
         raise ConfigError(
             f"{path} holds {found.slots} slots ({found.slots * found.slot_bytes} bytes), "
-            f"the configured capacity is {wanted.slots} slots",
+            f"the configured capacity is {wanted_slots} slots",
             hint=f"set the capacity of the disk tier to at least "
             f"{found.slots * found.slot_bytes} bytes, or delete {path} to start empty",
         )

@@ -244,7 +244,7 @@ def check_directories_of(tiers: Sequence[Tier]) -> None:
     """Raise ``ConfigError`` where no block size would let a tier be opened; changes nothing."""
     for tier in tiers:
         if isinstance(tier, DiskTier):
-            check_directories(tier.paths)
+            check_directories(tier.paths, tier.capacity)
         elif isinstance(tier, SharedTier):
             check_directory(tier.path)
 

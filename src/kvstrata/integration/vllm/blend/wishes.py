@@ -2,6 +2,7 @@
 
 import logging
 import math
+from difflib import get_close_matches
 from typing import Final, NamedTuple
 
 from vllm.v1.request import Request
@@ -15,6 +16,7 @@ from kvstrata.observe.seldom import SeldomWarning
 __all__ = ["Wish", "can_be_reused", "salt_of", "wish_of"]
 
 _log = logging.getLogger(__name__)
+_NEAR: Final = 0.8  # of 1: a mistyped "blend"; other connectors have keys of their own
 _warn_of_ratio: Final = SeldomWarning(_log)
 
 
@@ -46,7 +48,16 @@ def wish_of(request: Request, config: Config) -> Wish:
     is not understood is logged, and the request is computed. A ratio that the rule does not follow is
     logged, too, and the request is blended.
     """
-    said = (request.kv_transfer_params or {}).get(BLEND)
+    params = request.kv_transfer_params or {}
+    said = params.get(BLEND)
+    if said is None and (near := get_close_matches(BLEND, map(str, params), n=1, cutoff=_NEAR)):
+        _log.warning(
+            "request %s is not blended: kv_transfer_params has %.40r and no %r",
+            request.request_id,
+            near[0],
+            BLEND,
+        )
+        return Wish(config.recompute_ratio, "not_understood")
     if said is None and (config.blend == "all" or request.cache_salt in config.blend_salts):
         said = True
     if said is None or said is False:
