@@ -8,8 +8,10 @@ it stands: reuse finds equal tokens, not equal text. What vLLM calls cached are 
 end of what is blended, those computed anew, too: `kvstrata_blend_tokens_total` in its metrics says how
 many were reused. `--random 6` makes up six documents instead, of token ids, for a model without a tokenizer.
 
-All questions are asked twice, and only the second time counts: a server is slow the first time it does
-anything. Each time has a `cache_salt` of its own, so that nothing is found that was asked before.
+All questions are asked twice: for their answers, which are shown, and then for the first token alone, which is
+timed, since a server is slow the first time it does anything. Each time has a `cache_salt` of its own, so that
+nothing is found that was asked before. Of blended prompts 1 % are audited, that is, also computed whole: where
+the blended one took longest, run it again.
 """
 
 import argparse
@@ -22,6 +24,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
+
+QUESTIONS = (  # about documents in which order, forwards or backwards, and whether blended
+    ("once, computed", 1, False),
+    ("another order, blended", -1, True),
+    ("the same again, computed exactly", -1, False),
+)
 
 
 class Failed(Exception):
@@ -67,13 +75,13 @@ def reason(error: urllib.error.HTTPError) -> str:
     return said
 
 
-def ask(url: str, model: str, prompt: list[int], salt: str, *, blend: bool) -> Answer:
-    """The first tokens of an answer; ``blend`` is all that a client has to say."""
+def ask(url: str, model: str, prompt: list[int], salt: str, tokens: int, *, blend: bool) -> Answer:
+    """The first ``tokens`` of an answer; ``blend`` is all that a client has to say."""
     started = time.perf_counter()
     body = {
         "model": model,
         "prompt": prompt,
-        "max_tokens": 16,
+        "max_tokens": tokens,
         "temperature": 0,
         "cache_salt": salt,
         "kv_transfer_params": {"blend": blend},
@@ -126,41 +134,36 @@ def tokens_of(options: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
     return documents, tokenized(options.url, options.model, options.question)
 
 
-def asked(options: argparse.Namespace) -> list[tuple[str, Answer]]:
-    """What each question came to; the first round only warms the server up."""
+def asked(options: argparse.Namespace, answer_tokens: int) -> list[Answer]:
+    """What is answered to each of ``QUESTIONS``."""
     documents, question = tokens_of(options)
-    turned = documents[::-1]
-    answers: list[tuple[str, Answer]] = []
-    for salt in (secrets.token_hex(8), secrets.token_hex(8)):
-        answers = []
-        for what, order, blend in (
-            ("once, computed", documents, False),
-            ("another order, blended", turned, True),
-            ("the same again, computed exactly", turned, False),
-        ):
-            prompt = [token for document in order for token in document] + question
-            answers.append((what, ask(options.url, options.model, prompt, salt, blend=blend)))
-            time.sleep(1.0)  # until the KV of this one is saved
+    salt = secrets.token_hex(8)
+    answers = []
+    for _, step, blend in QUESTIONS:
+        prompt = [token for document in documents[::step] for token in document] + question
+        answers.append(ask(options.url, options.model, prompt, salt, answer_tokens, blend=blend))
+        time.sleep(1.0)  # until the KV of this one is saved
     return answers
 
 
 def main() -> None:
     options = parsed()
     try:
-        answers = asked(options)
+        answers = asked(options, 16)
+        timings = asked(options, 1)
     except Failed as e:
         sys.exit(f"error: {e}")
-    for what, answer in answers:
-        cached = "?" if answer.cached_tokens is None else answer.cached_tokens
+    for (what, *_), answer, timing in zip(QUESTIONS, answers, timings, strict=True):
+        cached = "?" if timing.cached_tokens is None else timing.cached_tokens
         first = answer.approximate_from
         approximate = "" if first is None else f", approximate from token {first} on"
         print(
-            f"{what:34} {answer.seconds:6.2f} s, {cached} of {answer.prompt_tokens} "
-            f"tokens cached{approximate}  {answer.text!r}"
+            f"{what:34} {timing.seconds:6.2f} s to the first token, "
+            f"{cached} of {answer.prompt_tokens} tokens cached{approximate}  {answer.text!r}"
         )
-    if all(answer.cached_tokens is None for _, answer in answers):
+    if all(answer.cached_tokens is None for answer in timings):
         print("The server does not tell: start it with --enable-prompt-tokens-details")
-    if all(answer.approximate_from is None for _, answer in answers):
+    if all(answer.approximate_from is None for answer in answers + timings):
         print(
             "Nothing was blended: start it with 'kvstrata serve MODEL --blend'; its log may say why"
         )

@@ -2,8 +2,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from io import StringIO
 from pathlib import Path
+from typing import Final
 
 import pytest
 from rich.console import Console
@@ -71,8 +73,8 @@ def test_the_table_shows_medians_without_the_warm_up_in_80_columns(measured: Mea
     title, *rows = [line.rstrip() for line in rendered(measured).splitlines()]
     assert title.split("  ")[-1] == "tokens"
     assert [" ".join(row.split()) for row in rows] == [
-        "cold, without KVStrata 1000.0 ms 1.0x 0 of 2,049 equal",
-        "cold 1000.0 ms 1.0x 0 of 2,049 equal",
+        "cold, without KVStrata 1000.0 ms 0 of 2,049 equal",
+        "cold 1000.0 ms 0 of 2,049 equal",
         "device hit 10.0 ms 100.0x 2,048 of 2,049 equal",
         "host hit 50.0 ms 20.0x 2,048 of 2,049 equal",
         "disk hit, after a restart 100.0 ms 10.0x 2,048 of 2,049 equal",
@@ -87,6 +89,17 @@ def test_speed_ups_are_relative_to_all_cold_prompts(measured: Measured) -> None:
     assert measured.cold_seconds == pytest.approx((1.2 + 2.0) / 2)
     ratios = [each["speed_up"] for each in measured.as_plain()["phases"]]
     assert ratios == pytest.approx([0.8, 1.6 / 1.1, 160, 32, 16])
+
+
+@pytest.mark.parametrize("phase", ["plain", "cold"])
+@pytest.mark.parametrize(("factor", "is_steady"), [(1.2, True), (1.3, False)])
+def test_a_machine_is_steady_if_both_engines_take_about_as_long_for_cold_prompts(
+    measured: Measured, phase: Phase, factor: float, is_steady: bool
+) -> None:
+    for answer in measured.answers[phase]:
+        answer.first_token_seconds *= factor
+    assert measured.is_steady == is_steady
+    assert measured.faults() == []
 
 
 def test_one_different_token_is_a_fault(measured: Measured) -> None:
@@ -140,7 +153,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineOrders]:
     """Engines that report what they should, without vLLM; the orders that they were given."""
     given: list[EngineOrders] = []
 
-    def play(orders: EngineOrders, log: Path) -> Iterator[Event]:
+    def play(orders: EngineOrders, log: Path) -> Generator[Event]:
         given.append(orders)
         log.write_text("")
         yield Ready("cpu")
@@ -171,6 +184,60 @@ def test_three_engines_run_and_the_last_two_share_a_disk(
         assert orders.prompts == engines[0].prompts
         assert [len(prompt) for prompt in orders.prompts] == [2049] * 3
     assert sorted(os.listdir(tmp_path / "kept")) == [f"engine-{n}.log" for n in (1, 2, 3)]
+
+
+ENDED: Final = [
+    "engine 1, without KVStrata: cold 1000 ms",
+    "engine 2, with KVStrata: cold 1000 ms, device hit 10 ms, host hit 50 ms",
+    "engine 3, restarted: disk hit 100 ms",
+]
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_medians_of_an_engine_are_shown_before_the_next_one_starts(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = StringIO()
+    before: list[list[str]] = []
+    play = demo_process.events_of
+
+    def watched(orders: EngineOrders, log: Path) -> Generator[Event]:
+        before.append([line for line in ENDED if line in shown.getvalue()])
+        return play(orders, log)
+
+    monkeypatch.setattr(demo_process, "events_of", watched)
+    console = Console(file=shown, force_terminal=is_terminal, width=60)
+    demo_module._measure(tmp_path, 2, console)
+    assert before == [[], ENDED[:1], ENDED[:2]]
+    assert ENDED[2] in shown.getvalue()
+
+
+@pytest.mark.usefixtures("engines")
+def test_without_keep_the_last_line_says_how_to_get_a_model_to_serve(tmp_path: Path) -> None:
+    remedy = "kvstrata demo --keep DIR leaves the model, for kvstrata serve"
+    bare = CliRunner().invoke(app, ["demo"])
+    assert bare.stderr.splitlines()[-4:] == [
+        ENDED[1],
+        "engine 3, restarted …",
+        ENDED[2],
+        remedy,
+    ]
+    kept = CliRunner().invoke(app, ["demo", "--keep", str(tmp_path)])
+    assert kept.stderr.splitlines()[-1] == f"all of it is left in {tmp_path}"
+    assert remedy not in CliRunner().invoke(app, ["demo", "--json"]).output
+
+
+@pytest.mark.usefixtures("engines")
+def test_cold_prompts_of_two_speeds_say_that_figures_are_not_to_be_compared_closely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "something else probably uses this machine"
+    assert said not in CliRunner().invoke(app, ["demo"]).stdout
+    monkeypatch.setitem(SECONDS, "cold", 2.0)
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 0
+    assert said in result.stdout
 
 
 @pytest.mark.usefixtures("engines")

@@ -1,9 +1,11 @@
 """examples/rag.py, with a server that is made up; tests/cli/test_serve_http.py has a real one."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,10 +18,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rag.py"
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers a prompt as vLLM does, the first time slowly; has neither another model nor a tokenizer."""
+    """Answers a prompt as vLLM does; has neither another model nor a tokenizer."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
     details: ClassVar[dict[str, int] | None] = None
+    seconds_per_token: ClassVar[float] = 0.0
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -31,6 +34,7 @@ class Server(BaseHTTPRequestHandler):
             )
         else:
             self.asked.append(body)
+            time.sleep(body["max_tokens"] * self.seconds_per_token)
             usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": self.details}
             said = f"answer {len(self.asked)}"
             self._answer(200, {"choices": [{"text": said}], "usage": usage})
@@ -78,14 +82,20 @@ def test_a_server_that_does_not_tell_what_it_reused_is_not_taken_for_one_that_re
     assert "Nothing was blended: start it with 'kvstrata serve MODEL --blend'" in out
 
 
-def test_the_first_answers_of_a_server_are_not_what_is_shown_and_nothing_is_found_of_them(
-    url: str,
+def test_first_tokens_are_timed_when_all_was_asked_once_and_nothing_is_found_of_that(
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the first round answers is shown."""
+    monkeypatch.setattr(Server, "seconds_per_token", 0.1)
     out = rag("model", "--url", url, "--random", "2").stdout
-    assert [f"answer {number}" in out for number in range(1, 7)] == [False] * 3 + [True] * 3
-    warm_up, shown = Server.asked[:3], Server.asked[3:]
-    assert [each["prompt"] for each in warm_up] == [each["prompt"] for each in shown]
-    assert len({each["cache_salt"] for each in warm_up}) == 1
+    assert [f"answer {number}" in out for number in range(1, 7)] == [True] * 3 + [False] * 3
+    seconds = [float(each) for each in re.findall(r"(\d+\.\d+) s to the first token", out)]
+    assert len(seconds) == 3
+    assert max(seconds) < 1.6  # of an answer
+    answered, timed = Server.asked[:3], Server.asked[3:]
+    assert [each["prompt"] for each in answered] == [each["prompt"] for each in timed]
+    assert [each["max_tokens"] for each in Server.asked] == [16] * 3 + [1] * 3
+    assert len({each["cache_salt"] for each in answered}) == 1
     assert len({each["cache_salt"] for each in Server.asked}) == 2
 
 

@@ -71,6 +71,8 @@ def demo(
         typer.echo(f"drawn in {plot}", err=True)
     if keep is not None:
         typer.echo(f"all of it is left in {keep}", err=True)
+    elif not as_json:
+        typer.echo("kvstrata demo --keep DIR leaves the model, for kvstrata serve", err=True)
     if measured.faults():
         raise typer.Exit(FAILED)
 
@@ -122,6 +124,8 @@ def _measure(folder: Path, prompts: int, console: "Console") -> "tuple[Measured,
                 console.print(f"engine {number}, {title} …")
             log = folder / f"engine-{number}.log"
             device = _follow(progress, f"engine {number}, {title}", orders, log, measured)
+            medians = measured.medians(orders.phases)
+            console.print(f"engine {number}, {title}: {medians}", highlight=False, soft_wrap=True)
     return measured, device
 
 
@@ -185,6 +189,12 @@ def _print(measured: "Measured", device: str, seconds: float) -> None:
         soft_wrap=True,
     )
     console.print(measured.table())
+    if not measured.is_steady:
+        console.print(
+            "\nthe cold medians, of two engines at two times, differ by more than a quarter: something "
+            "else probably uses this machine, and the figures are not to be compared closely",
+            soft_wrap=True,
+        )
     faults = measured.faults()
     for fault in faults:
         console.print(Text.assemble(("wrong", "bold red"), f" {fault}"))

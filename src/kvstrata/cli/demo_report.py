@@ -1,6 +1,6 @@
 """What the demo has measured, and whether it is as it should be."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +19,8 @@ TITLES: Final[Mapping[Phase, str]] = {
     "host": "host hit",
     "disk": "disk hit, after a restart",
 }
+_COLD: Final[Sequence[Phase]] = ("plain", "cold")
+_STEADY: Final = 1.25  # medians of cold prompts, the longer over the shorter
 _TIERS_ASKED: Final[Mapping[Phase, frozenset[str]]] = {
     "host": frozenset({"host"}),
     "disk": frozenset({"disk"}),
@@ -68,8 +70,22 @@ class Measured:
         """
         return median(
             answer.first_token_seconds
-            for phase in ("plain", "cold")
+            for phase in _COLD
             for answer in self.answers.get(phase, [])[1:]
+        )
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether cold prompts took both engines about as long."""
+        medians = [r.median_seconds for r in self.results() if r.phase in _COLD]
+        return max(medians) <= min(medians) * _STEADY
+
+    def medians(self, phases: Collection[Phase]) -> str:
+        """Return those of *phases*, which have ended, in one line."""
+        return ", ".join(
+            f"{TITLES[r.phase].partition(',')[0]} {r.median_seconds * 1000:.0f} ms"
+            for r in self.results()
+            if r.phase in phases
         )
 
     def results(self) -> list[PhaseResult]:
@@ -100,7 +116,7 @@ class Measured:
 
     def _wrong_reuse(self) -> Iterator[str]:
         for phase, answers in self.answers.items():
-            is_cold = phase in {"plain", "cold"}
+            is_cold = phase in _COLD
             for answer in answers:
                 if is_cold and answer.reused_tokens:
                     yield (
@@ -131,10 +147,11 @@ class Measured:
         table = plain_table("", *numbers, "tokens", right=numbers)
         for result in self.results():
             equal = result.tokens_equal == result.prompts
+            speed_up = f"{self.cold_seconds / result.median_seconds:.1f}x"
             table.add_row(
                 TITLES[result.phase],
                 f"{result.median_seconds * 1000:.1f} ms",
-                f"{self.cold_seconds / result.median_seconds:.1f}x",
+                "" if result.phase in _COLD else speed_up,
                 f"{result.reused_tokens:,} of {self.prompt_tokens:,}",
                 "equal"
                 if equal
