@@ -188,11 +188,8 @@ def test_hits_of_real_engines(tmp_path: Path) -> None:
     first = kvstrata(*arguments, timeout_seconds=500)
     assert first.returncode == 0, first.stdout + first.stderr
     steps = json.loads(first.stdout)["workloads"]["single"]
-    assert list(steps) == [
-        f"{hit}, {count} tokens"
-        for count in (1026, 2050)
-        for hit in ("miss", "device hit", "host hit")
-    ] + [f"disk hit, {count} tokens" for count in (1026, 2050)]
+    hits = ("miss", "device hit", "host hit", "disk hit")
+    assert list(steps) == [f"{hit}, 2050 tokens" for hit in hits]
     for name, measured in steps.items():
         whole = 0.0 if name.startswith("miss") else 1.0
         for figures in measured:
