@@ -287,7 +287,10 @@ def test_operator_pins_blocks_and_ends_the_pin(place: Path) -> None:
     assert strange.stderr == (
         "error: nothing is pinned: none of these blocks is in host memory or on disk\n"
     )
-    assert (gone.returncode, gone.stderr) == (1, f"error: {path} has no pin 1\n")
+    assert (gone.returncode, gone.stderr) == (
+        1,
+        f"error: {path} has no pin 1\n  hint: kvstrata inspect lists those that there are\n",
+    )
 
 
 def test_pins_are_shown(place: Path) -> None:
@@ -334,7 +337,7 @@ def test_operator_pins_the_prompt_of_a_request(place: Path) -> None:
     assert full.stderr.startswith("error: no more may be pinned: 8 blocks are, in 2 pins")
     assert "none of these blocks is in host memory or on disk" in not_here.stderr
     assert unknown.stderr == (
-        "error: nothing is pinned: no server knows this request\n"
+        "error: nothing is pinned: no server knows a request 'cmpl-9'\n"
         "  hint: name keys, or an earlier request with the same prompt; known are those of the last "
         "4,096 lookups and saves. A prompt shorter than one block, and one that the engine found whole "
         "in its own device memory, are never looked up\n"
@@ -356,7 +359,7 @@ def test_pin_and_clear_of_one_server_do_not_fail_for_another(place: Path) -> Non
         (row,) = json.loads(printed("clear", "--all", "--json"))["servers"]
     assert shown == f"pin 1 at {folder}/b.sock: 3 blocks for 3600 seconds\n"
     assert unknown.returncode == 1
-    assert "no server knows this request" in unknown.stderr
+    assert "no server knows a request 'cmpl-8'" in unknown.stderr
     assert (f"{folder}/a.sock" in cleared, f"{folder}/b.sock" in cleared) == (False, True)
     assert row["socket"] == f"{folder}/b.sock"
 
@@ -422,6 +425,7 @@ def test_pin_that_names_no_block_is_refused(arguments: list[str], complaint: str
     result = kvstrata("pin", *arguments)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {complaint}")
+    assert "\n  hint: " in result.stderr
 
 
 def test_pin_without_tiers_is_refused(place: Path) -> None:

@@ -81,7 +81,52 @@ def test_drain_says_when_it_is_safe_and_can_be_undone(tmp_path: Path) -> None:
     assert json.loads(running.stdout)["drain"] == "off"
     assert len(taken.slots) == 2
     assert late.returncode == 1
-    assert "not safe to stop: 0 blocks wait, 1 saves run" in late.stdout
+    assert "not safe to stop: 0 blocks wait, 1 saves run\n" in late.stdout
+
+
+def test_a_tier_that_does_not_answer_is_cleared_later_and_it_is_said_what_is_done(
+    tmp_path: Path,
+) -> None:
+    """Drain waits for it: the next server could find the blocks again."""
+    shared = tmp_path / "shared"
+    tiers = ("--host-size", "4MiB", "--shared", f"{shared}:64MiB")
+    with serving(tmp_path, *tiers) as path, engine(path) as client:
+        at = ("--socket", str(path))
+        save(client, prompt("a", 8))
+        wait_written(path, 8)
+        shared.rename(tmp_path / "away")
+        shared.touch()
+        cleared = kvstrata("clear", "--all", *at)
+        stats = kvstrata("stats", *at)
+        drained = kvstrata("drain", "--timeout", "0.3", *at)
+        plain = kvstrata("drain", "--timeout", "0.3", "--json", *at)
+        shared.unlink()
+        (tmp_path / "away").rename(shared)
+        late = kvstrata("drain", *at)
+    done, hint = cleared.stderr.splitlines()
+    assert (cleared.returncode, cleared.stdout, hint[:8]) == (1, "", "  hint: ")
+    assert done.endswith(
+        "; cleared: 8 blocks of host; remote is cleared as soon as it answers: what was to go is not "
+        "found any more, but a restart before that can find it again"
+    )
+    assert "still to be cleared of 1 namespaces" in stats.stdout
+    assert drained.returncode == 1
+    assert drained.stdout.startswith(f"{path}: not safe to stop: ")
+    assert drained.stdout.endswith(
+        "remote is still to be cleared of 1 namespaces: that is done as soon as it answers, and a "
+        "restart before that can find their blocks again\n"
+    )
+    assert "blocks wait" not in drained.stdout
+    assert json.loads(plain.stdout)["uncleared_namespaces"] == {"remote": 1}
+    assert (late.returncode, "safe to stop: all blocks are written" in late.stdout) == (0, True)
+
+
+def test_pinned_blocks_are_told_as_kept(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host-size", "4MiB") as path, engine(path) as client:
+        save(client, prompt("a", 4), request="cmpl-1")
+        kvstrata("pin", "--request", "cmpl-1", "--socket", str(path))
+        result = kvstrata("clear", "--tier", "host", "--dry-run", "--socket", str(path))
+    assert result.stdout.splitlines()[-1] == "in use or pinned, and kept: 4 blocks"
 
 
 def test_a_server_that_no_engine_has_joined_can_be_stopped_and_all_else_fails(
@@ -170,11 +215,20 @@ def test_warm_brings_up_the_prompts_of_a_file_and_draws_how_far_it_is(
     [
         (["clear"], "nothing says what to clear"),
         (["clear", "--all", "--tier", "host"], "--all is every namespace"),
-        (["clear", "--namespace", "xyz"], "'xyz' is not a namespace: 32 hexadecimal digits"),
+        (
+            ["clear", "--namespace", "xyz"],
+            "'xyz' is not a namespace: 32 hexadecimal digits\n  hint: kvstrata inspect shows",
+        ),
         (["clear", "--tier", "tape"], "no tier 'tape'"),
-        (["warm"], "give one of FILE, --request and --keys-from"),
-        (["warm", "--request", "r", "--keys-from", "f"], "give one of"),
-        (["warm", "--keys-from", "/nowhere/x"], "cannot read /nowhere/x"),
+        (
+            ["warm"],
+            "error: nothing says which prompts\n  hint: give one of FILE, --request and --keys-from",
+        ),
+        (["warm", "--request", "r", "--keys-from", "f"], "in several ways\n  hint: give one of"),
+        (
+            ["warm", "--keys-from", "/nowhere/x"],
+            "cannot read /nowhere/x: No such file or directory\n  hint: name a text file that exists",
+        ),
         (["page", "--listen", "here"], "--listen 'here' is no address and port"),
         (["page", "--listen", "name:80"], "'name' is no IP address"),
         (["page", "--listen", "0.0.0.0:8765"], "needs a token"),

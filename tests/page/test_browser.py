@@ -193,7 +193,7 @@ def _use_the_verbs(page: Page) -> None:
     expect(page.locator("#holds")).to_contain_text("Pins: 4 blocks")
     page.locator("[data-tier=host]").get_by_role("button", name="Clear").click()
     expect(dialog).to_contain_text("host: 8 blocks, 512 KiB")
-    expect(dialog).to_contain_text("In use, and kept: 4 blocks.")
+    expect(dialog).to_contain_text("In use or pinned, and kept: 4 blocks.")
     dialog.get_by_role("button", name="Cancel").click()
     expect(page.locator("[data-tier=host]")).to_contain_text("12 blocks of")
     page.locator("[data-tier=host]").get_by_role("button", name="Clear").click()

@@ -214,6 +214,60 @@ def test_a_namespace_keeps_its_quota_though_the_disk_refuses_to_be_cleared(
         assert manager.operator.locate(ALICE, PROMPT)[0] == 2
 
 
+def test_clearing_says_what_is_done_though_a_tier_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the tier it keeps what it said. A drain is not over before it has answered."""
+
+    def refused(_store: DiskStore, _namespace: bytes) -> int:
+        raise TierUnavailable("the disk is gone", hint="mount it", cause="unreachable")
+
+    with opened(8, tmp_path, drain_timeout_seconds=0.05) as manager:
+        save(manager, ALICE, PROMPT)
+        save(manager, BOB, keys(7))
+        written(manager)
+        monkeypatch.setattr(DiskStore, "drop_namespace", refused)
+        with pytest.raises(TierUnavailable) as e:
+            manager.operator.clear(None, None)
+        with pytest.raises(TierUnavailable, match="cleared: 0 blocks of host; disk is cleared as"):
+            manager.operator.clear(None, None)
+        manager.operator.drain(True)
+        report = manager.stats()
+    assert e.value.args[0] == (
+        "the disk is gone; cleared: 5 blocks of host; disk is cleared as soon as it answers: what "
+        "was to go is not found any more, but a restart before that can find it again"
+    )
+    assert (e.value.hint, e.value.cause) == ("mount it", "unreachable")
+    assert report.drain == "draining"
+    assert [tier.uncleared_namespaces for tier in report.tiers] == [0, 2]
+    assert report.tiers[1].waiting_blocks == 0
+    assert caplog.messages[-1] == (
+        "disk could not be cleared of 2 namespaces in time: the next start can find their blocks again"
+    )
+
+
+def test_a_disk_that_refuses_loses_all_its_blocks_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is found meanwhile, and nothing has to be written before they go."""
+    monkeypatch.setattr(clearing, "_PIECE_BLOCKS", 1)
+    with opened(8, tmp_path) as manager:
+        save(manager, ALICE, PROMPT)
+        written(manager)
+        manager.operator.clear(ALICE, "host")
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "remove", refuse)
+            with pytest.raises(TierUnavailable, match=r"^the disk is gone; disk is cleared as"):
+                manager.operator.clear(ALICE, "disk")
+            assert manager.operator.locate(ALICE, PROMPT) == (0, 0)
+        store = manager._lower["disk"]._inner
+        eventually(lambda: store.statistics().blocks == 0, "they are never removed")
+
+
+def refuse(_store: DiskStore, _keys: object) -> list[bool]:
+    raise TierUnavailable("the disk is gone")
+
+
 def test_drain_refuses_saves_writes_what_is_late_and_can_be_undone(tmp_path: Path) -> None:
     with opened(8, tmp_path, write="evicted") as manager:
         save(manager, ALICE, PROMPT)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstrata.cli.reporting import FAILED, JsonFlag, plain_console, plain_table, reported
-from kvstrata.cli.servers import SocketOption, ask, bytes_as_given
+from kvstrata.cli.servers import SocketOption, ask, namespace_as_given
 from kvstrata.core.errors import ConfigError, NoTiers
-from kvstrata.core.types import NAMESPACE_ID_BYTES
 from kvstrata.core.units import human_bytes
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def clear(
             raise ConfigError(
                 "--all is every namespace in every tier", hint="leave out --all or the others"
             )
-        where = bytes_as_given(namespace, NAMESPACE_ID_BYTES, "a namespace") if namespace else None
+        where = namespace_as_given(namespace) if namespace else None
 
         def one(client: "ManagerClient") -> "_Answer | NoTiers":
             stats = client.stats()  # of before: what it clears it forgets
@@ -110,7 +109,7 @@ def _print(answers: _Answers, *, dry_run: bool) -> None:
         console.print(table)
         console.print(f"in no other tier: {report.lost_blocks:,} blocks")
         if report.in_use_blocks:
-            console.print(f"in use, and kept: {report.in_use_blocks:,} blocks")
+            console.print(f"in use or pinned, and kept: {report.in_use_blocks:,} blocks")
 
 
 def _print_json(answers: _Answers, *, dry_run: bool) -> None:

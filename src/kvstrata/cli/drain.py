@@ -12,6 +12,8 @@ from kvstrata.cli.servers import SocketOption, ask, only_server
 from kvstrata.core.errors import NoTiers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvstrata.manager.report import CacheReport
 
 __all__ = ["drain"]
@@ -36,8 +38,8 @@ def drain(
     stopped, and takes the saves of an engine that joins it meanwhile. kvstrata drain --undo has it
     take saves again.
 
-    Exits with 1 if not all is written in time, or no server answers. With several servers give the
-    socket.
+    Exits with 1 if not all is written in time, a tier is still to be cleared, or no server answers.
+    With several servers give the socket.
     """
     with reported():
         path = only_server(socket)
@@ -51,10 +53,16 @@ def drain(
         while not undo and report.drain != "drained" and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)  # writing takes a while
             report = _report(path)
-        waiting = {tier.tier: tier.waiting_blocks for tier in report.tiers if tier.tier != "host"}
         if as_json:
-            shown = {"socket": str(path), "drain": report.drain, "waiting_blocks": waiting}
-            typer.echo(json.dumps(shown | {"running_saves": report.running_puts}, indent=2))
+            below = [tier for tier in report.tiers if tier.tier != "host"]
+            shown = {
+                "socket": str(path),
+                "drain": report.drain,
+                "waiting_blocks": {tier.tier: tier.waiting_blocks for tier in below},
+                "uncleared_namespaces": {tier.tier: tier.uncleared_namespaces for tier in below},
+                "running_saves": report.running_puts,
+            }
+            typer.echo(json.dumps(shown, indent=2))
         else:
             typer.echo(f"{path}: {_said(report)}")
         if not undo and report.drain != "drained":
@@ -73,7 +81,13 @@ def _report(path: SocketOption) -> "CacheReport":
 
 def _print_without_tiers(path: Path, *, undo: bool, as_json: bool) -> None:
     if as_json:
-        shown = {"socket": str(path), "drain": "no tiers", "waiting_blocks": {}, "running_saves": 0}
+        shown = {
+            "socket": str(path),
+            "drain": "no tiers",
+            "waiting_blocks": {},
+            "uncleared_namespaces": {},
+            "running_saves": 0,
+        }
         typer.echo(json.dumps(shown, indent=2))
     else:
         typer.echo(f"{path}: {'saves are taken' if undo else _NOT_JOINED}")
@@ -82,11 +96,23 @@ def _print_without_tiers(path: Path, *, undo: bool, as_json: bool) -> None:
 def _said(report: "CacheReport") -> str:
     if report.drain == "off":
         return "saves are taken"
-    off = [tier.tier for tier in report.tiers if tier.switched_off]
-    waiting = sum(tier.waiting_blocks for tier in report.tiers)
     if report.drain == "draining":
-        why = f"; switched off after failures: {', '.join(off)}" if off else ""
-        return f"not safe to stop: {waiting:,} blocks wait, {report.running_puts} saves run{why}"
+        return f"not safe to stop: {'; '.join(_in_the_way(report))}"
     if len(report.tiers) == 1:
         return "safe to stop; there is no tier below: what is in host memory ends with the server"
     return "safe to stop: all blocks are written; undo with kvstrata drain --undo"
+
+
+def _in_the_way(report: "CacheReport") -> "Iterator[str]":
+    waiting = sum(tier.waiting_blocks for tier in report.tiers)
+    if waiting or report.running_puts:
+        yield f"{waiting:,} blocks wait, {report.running_puts} saves run"
+    off = [tier.tier for tier in report.tiers if tier.switched_off]
+    if off:
+        yield f"switched off after failures: {', '.join(off)}"
+    for tier in report.tiers:
+        if tier.uncleared_namespaces:
+            yield (
+                f"{tier.tier} is still to be cleared of {tier.uncleared_namespaces:,} namespaces: that "
+                "is done as soon as it answers, and a restart before that can find their blocks again"
+            )

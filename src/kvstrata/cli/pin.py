@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, reported, why_unreadable
-from kvstrata.cli.servers import KNOWN_REQUESTS, SocketOption, ask, bytes_as_given
+from kvstrata.cli.reporting import FAILED, UNREADABLE_HINT, JsonFlag, reported, why_unreadable
+from kvstrata.cli.servers import (
+    KNOWN_REQUESTS,
+    SocketOption,
+    ask,
+    key_as_given,
+    namespace_as_given,
+)
 from kvstrata.core.errors import ConfigError, KVStrataError, LimitExceeded, NoTiers
-from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.core.types import BlockKey
@@ -20,10 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["pin", "unpin"]
 
 _NOT_HERE: Final = "none of these blocks is in host memory or on disk"
-_UNKNOWN: Final = (
-    "no server knows this request\n"
-    f"  hint: name keys, or an earlier request with the same prompt; {KNOWN_REQUESTS}"
-)
+_UNKNOWN_HINT: Final = f"name keys, or an earlier request with the same prompt; {KNOWN_REQUESTS}"
 
 
 class _Answer(NamedTuple):
@@ -78,17 +80,15 @@ def pin(  # noqa: PLR0913 - each is an option
                     "--request and keys with a --namespace are two ways to name blocks",
                     hint="give one of them",
                 )
-            _pin(socket, _request_pinner(request, ttl), ttl, as_json=as_json)
+            _pin(socket, _request_pinner(request, ttl), ttl, as_json=as_json, request=request)
             return
-        blocks = [
-            bytes_as_given(each, BLOCK_KEY_BYTES, "a key") for each in _all_keys(key, keys_from)
-        ]
+        blocks = [key_as_given(each) for each in _all_keys(key, keys_from)]
         if namespace is None:
             raise ConfigError(
                 "keys are given and no --namespace",
                 hint="take it from kvstrata inspect, or name a recent request: --request",
             )
-        where = bytes_as_given(namespace, NAMESPACE_ID_BYTES, "a namespace")
+        where = namespace_as_given(namespace)
         _pin(socket, _key_pinner(where, blocks, ttl), ttl, as_json=as_json, asked=len(blocks))
 
 
@@ -114,7 +114,8 @@ def unpin(
         ((path, _),) = answers
         ((_, was_there),) = ask(path, lambda client: client.unpin(number))
         if not was_there:
-            typer.echo(f"error: {path} has no pin {number}", err=True)
+            hint = "kvstrata inspect lists those that there are"
+            typer.echo(f"error: {path} has no pin {number}\n  hint: {hint}", err=True)
             raise typer.Exit(FAILED)
 
 
@@ -134,7 +135,13 @@ def _request_pinner(request: str, ttl: float) -> _Pinner:
 
 
 def _pin(
-    socket: Path | None, pinner: _Pinner, ttl: float, *, as_json: bool, asked: int | None = None
+    socket: Path | None,
+    pinner: _Pinner,
+    ttl: float,
+    *,
+    as_json: bool,
+    asked: int | None = None,
+    request: str | None = None,
 ) -> None:
     """Ask all servers to pin, and print what they have; one that refuses stops no other."""
 
@@ -157,8 +164,9 @@ def _pin(
             )
     if not pinned:
         _raise_refusal([answer.refused for _, answer in answers])
-        is_known = asked is not None or any(answer.is_known for _, answer in answers)
-        why = _NOT_HERE if is_known else _UNKNOWN
+        is_known = request is None or any(answer.is_known for _, answer in answers)
+        unknown = f"no server knows a request {request!r}\n  hint: {_UNKNOWN_HINT}"
+        why = _NOT_HERE if is_known else unknown
         typer.echo(f"error: nothing is pinned: {why}", err=True)
         raise typer.Exit(FAILED)
 
@@ -177,7 +185,8 @@ def _all_keys(keys: list[str] | None, keys_from: Path | None) -> list[str]:
             is_stdin = str(keys_from) == "-"
             found += (sys.stdin.read() if is_stdin else keys_from.read_text()).split()
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read {keys_from}: {why_unreadable(e)}") from e
+            why = why_unreadable(e)
+            raise ConfigError(f"cannot read {keys_from}: {why}", hint=UNREADABLE_HINT) from e
     if not found:
         raise ConfigError(
             "no key is given",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAILED",
+    "UNREADABLE_HINT",
     "WRONG_INPUT",
     "JsonFlag",
     "ending_in_order",
@@ -28,6 +29,7 @@ __all__ = [
 
 FAILED = 1
 WRONG_INPUT = 2
+UNREADABLE_HINT: Final = "name a text file that exists and that you may read"
 _NO_EDGE: Final = 10_000  # columns
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]

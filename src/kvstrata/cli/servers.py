@@ -9,6 +9,7 @@ import typer
 
 from kvstrata.cli.reporting import plain_console
 from kvstrata.core.errors import ConfigError, ServerUnavailable
+from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES, BlockKey, NamespaceId
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +23,9 @@ __all__ = [
     "SocketOption",
     "as_plain",
     "ask",
-    "bytes_as_given",
+    "key_as_given",
     "look_at",
+    "namespace_as_given",
     "only_server",
     "print_views",
 ]
@@ -129,14 +131,25 @@ def only_server(socket: Path | None) -> Path:
     return answers[0][0]
 
 
-def bytes_as_given(text: str, length: int, what: str) -> bytes:
-    """Return the *length* bytes that *text* says as hex; else a ``ConfigError`` names *what*."""
+def namespace_as_given(text: str) -> NamespaceId:
+    """Return the namespace that *text* says as hex; else a ``ConfigError``."""
+    hint = "kvstrata inspect shows namespaces in full"
+    return _bytes_as_given(text, NAMESPACE_ID_BYTES, "a namespace", hint)
+
+
+def key_as_given(text: str) -> BlockKey:
+    """Return the key of a block that *text* says as hex; else a ``ConfigError``."""
+    hint = "name the prompt of a recent request instead: --request"
+    return _bytes_as_given(text, BLOCK_KEY_BYTES, "a key", hint)
+
+
+def _bytes_as_given(text: str, length: int, what: str, hint: str) -> bytes:
     try:
         value = bytes.fromhex(text)
     except ValueError:
         value = b""
     if len(value) != length:
-        raise ConfigError(f"{text!r} is not {what}: {2 * length} hexadecimal digits")
+        raise ConfigError(f"{text!r} is not {what}: {2 * length} hexadecimal digits", hint=hint)
     return value
 
 

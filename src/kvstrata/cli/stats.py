@@ -25,6 +25,12 @@ _COUNTED: Final = {
     "kvstrata_lookup_blocks_total{tier=disk}": "looked up, found on disk",
     "kvstrata_lookup_blocks_total{tier=remote}": "looked up, found in the tier that nodes share",
     "kvstrata_lookup_blocks_total{tier=none}": "looked up, not found",
+    "kvstrata_declined_blocks_total{reason=recompute}": "found, sooner computed",
+    "kvstrata_declined_blocks_total{reason=too_late}": "found, would have come too late",
+    "kvstrata_declined_blocks_total{reason=no_room}": "found, no room in host memory",
+    "kvstrata_declined_blocks_total{reason=off}": "found, their tier was switched off",
+    "kvstrata_declined_blocks_total{reason=unanswered}": "found, the tier that nodes share said so too late",
+    "kvstrata_unanswered_lookups_total": "lookups that the tier that nodes share answered too late",
     "kvstrata_loaded_blocks_total": "loaded by engines",
     "kvstrata_spared_prefill_tokens_total": "tokens loaded and not computed",
     "kvstrata_failed_loads_total": "failed loads",
@@ -41,12 +47,6 @@ _COUNTED: Final = {
     "kvstrata_unlogged_events_total": "missing in the event log",
 }
 _FAULTS: Final = "kvstrata_remote_faults_total{cause="
-_NOT_BLOCKS: Final = {
-    "kvstrata_lookups_total",
-    "kvstrata_spared_prefill_tokens_total",
-    "kvstrata_failed_loads_total",
-    "kvstrata_unlogged_events_total",
-}
 _SHOWN_AS_BLOCKS: Final = "kvstrata_loaded_bytes_total"
 
 
@@ -106,6 +106,8 @@ def _notes(tier: "TierReport") -> Iterator[str]:
     yield f"{human_bytes(tier.block_bytes)} a block"
     if tier.waiting_blocks:
         yield f"{tier.waiting_blocks:,} blocks to be written"
+    if tier.uncleared_namespaces:
+        yield f"still to be cleared of {tier.uncleared_namespaces:,} namespaces"
     if tier.switched_off:
         yield "switched off after repeated failures"
     if tier.padding_bytes > tier.capacity_blocks * tier.block_bytes // 100:
@@ -123,7 +125,7 @@ def _counter_table(report: "CacheReport") -> "Table":
         if name.startswith(_SHOWN_AS_BLOCKS):
             continue
         if value or name in {"kvstrata_lookups_total", "kvstrata_saved_blocks_total"}:
-            is_blocks = name not in _NOT_BLOCKS and not name.startswith(_FAULTS)
+            is_blocks = name.partition("{")[0].endswith("_blocks_total")
             size = human_bytes(value * block_bytes) if is_blocks else ""
             table.add_row(_label(name), f"{value:,}", size)
     return table

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from kvstrata.cli.reporting import FAILED, JsonFlag, reported, why_unreadable
-from kvstrata.cli.servers import KNOWN_REQUESTS, SocketOption, bytes_as_given, only_server
+from kvstrata.cli.reporting import FAILED, UNREADABLE_HINT, JsonFlag, reported, why_unreadable
+from kvstrata.cli.servers import (
+    KNOWN_REQUESTS,
+    SocketOption,
+    key_as_given,
+    namespace_as_given,
+    only_server,
+)
 from kvstrata.core.errors import ConfigError
-from kvstrata.core.types import BLOCK_KEY_BYTES, NAMESPACE_ID_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.core.keys import Keys
@@ -71,9 +76,10 @@ def warm(  # noqa: PLR0913 - each is an option
         from kvstrata.cli.prompt_file import read_prompts
         from kvstrata.server.client import observe
 
-        if sum(each is not None for each in (file, request, keys_from)) != 1:
+        ways = sum(each is not None for each in (file, request, keys_from))
+        if ways != 1:
             raise ConfigError(
-                "there are three ways to name prompts",
+                "prompts are named in several ways" if ways else "nothing says which prompts",
                 hint="give one of FILE, --request and --keys-from",
             )
         named = file if keys_from is None else keys_from
@@ -85,14 +91,12 @@ def warm(  # noqa: PLR0913 - each is an option
             else:
                 where, parts = _namespace(client, namespace)
                 if keys_from is not None:
-                    keys = [
-                        bytes_as_given(each, BLOCK_KEY_BYTES, "a key")
-                        for each in content.decode(errors="replace").split()
-                    ]
+                    listed = content.decode(errors="replace").split()
+                    keys = [key_as_given(each) for each in listed]
                     found = [_Prompt(str(keys_from), where, keys)]
                 else:
-                    listed = read_prompts(content, str(file), parts, tokenizer)
-                    found = [_Prompt(name, where, keys) for name, keys in listed]
+                    prompts = read_prompts(content, str(file), parts, tokenizer)
+                    found = [_Prompt(name, where, keys) for name, keys in prompts]
             _bring_up(client, found, as_json=as_json)
 
 
@@ -163,7 +167,7 @@ def _namespace(client: "ManagerClient", given: str | None) -> "tuple[NamespaceId
     report = client.stats()
     known = {each.namespace: each.parts for each in report.namespaces} if report else {}
     if given is not None:
-        return bytes_as_given(given, NAMESPACE_ID_BYTES, "a namespace"), known.get(given, {})
+        return namespace_as_given(given), known.get(given, {})
     used = [name for name, parts in known.items() if parts]
     if not used:
         raise ConfigError(
@@ -186,7 +190,8 @@ def _read(file: Path) -> bytes:
             with file.open("rb") as source:
                 content = source.read(_FILE_BYTES + 1)
     except OSError as e:
-        raise ConfigError(f"cannot read {file}: {why_unreadable(e)}") from e
+        why = why_unreadable(e)
+        raise ConfigError(f"cannot read {file}: {why}", hint=UNREADABLE_HINT) from e
     if len(content) > _FILE_BYTES:
         raise ConfigError(f"{file} has more than {_FILE_BYTES:,} bytes", hint="split it")
     return content

@@ -46,6 +46,7 @@ _DRAIN_POLL_SECONDS: Final = 0.005
 _UPKEEP_SECONDS: Final = 5.0  # between two sweeps of a store that needs them
 _KEPT: Final = frozenset({Write.STORED, Write.EXISTS})
 _FORGET_SECONDS: Final = 5.0  # for the batch that is on its way to the store
+_REMOVED_BLOCKS: Final = 4096  # by one call, which is not to look like one that hangs
 _NO_ROOM_SECONDS: Final = 1.0  # a store that had no room is tried again after this
 
 
@@ -227,6 +228,11 @@ class Cascade:
     def owes_drop(self, namespace: NamespaceId) -> bool:
         return namespace in self._owed_drops
 
+    @property
+    def owed_drops(self) -> list[NamespaceId]:
+        """Needs the lock."""
+        return list(self._owed_drops)
+
     def pay_drops(self) -> None:
         """Drop what is owed, durably, after any batch that may still hold some of it.
 
@@ -241,20 +247,28 @@ class Cascade:
     def remove_all(self, leave: Callable[[], list[StoreKey] | None]) -> None:
         """Remove from the store what *leave* gives up, called with the lock until it says None.
 
-        On ``TierUnavailable`` it is removed before anything else is written; until then a restart
-        finds it again.
+        On ``TierUnavailable`` it is removed later, before anything else is written; until then a
+        restart finds it again.
         """
+        refused: TierUnavailable | None = None
         while True:
             with self._taking:
                 with self._lock:
                     keys = leave()
                 if keys is None:
-                    return
+                    break
                 self._owed_removals += keys
-                self._pay_removals()
+                if refused is None:
+                    refused = self._refused_removals()
+        if refused is not None:
+            raise refused
 
     def is_done(self) -> bool:
-        """Whether nothing waits for the tier or is on its way there. Needs the lock."""
+        """Whether nothing waits for the tier or is on its way there. Needs the lock.
+
+        Removals that are owed do not count: what a restart finds again of them is right, and leaves
+        in its turn.
+        """
         return not (self._unwritten_blocks() or self._owed_drops)
 
     def report(self) -> TierReport:
@@ -267,6 +281,7 @@ class Cascade:
             waiting_blocks=self._unwritten_blocks(),
             reading_blocks=self.meter.queued_blocks,
             switched_off=self._store.is_open,
+            uncleared_namespaces=len(self._owed_drops),
         )
 
     def drain(self, timeout_seconds: float) -> bool:
@@ -286,12 +301,23 @@ class Cascade:
         with self._lock:
             self._cache.write_late_blocks()
         if not self.drain(timeout_seconds):
-            with self._lock:
-                left = self._unwritten_blocks()
-            _log.warning("%d blocks could not be written to %s in time", left, self._tier)
+            self._warn_of_what_is_left()
         self._finder.close()
         self._transfer.close(timeout_seconds)
         self._inner.close()
+
+    def _warn_of_what_is_left(self) -> None:
+        with self._lock:
+            blocks, namespaces = self._unwritten_blocks(), len(self._owed_drops)
+        if blocks:
+            _log.warning("%d blocks could not be written to %s in time", blocks, self._tier)
+        if namespaces:
+            _log.warning(
+                "%s could not be cleared of %d namespaces in time: the next start can find their "
+                "blocks again",
+                self._tier,
+                namespaces,
+            )
 
     def _pay_drops(self, patience_seconds: float) -> bool:
         """``pay_drops``; false if somebody else is at it, and still so after *patience_seconds*."""
@@ -328,6 +354,9 @@ class Cascade:
         try:
             if self._owed_drops and not self._pay_drops(0.0):
                 return 0
+            if self._owed_removals:
+                with self._taking:
+                    self._pay_removals()
             with self._batches.passing():
                 batch = self._take()
                 if batch is None:
@@ -411,10 +440,17 @@ class Cascade:
             if not removed:
                 self._write_later(batch)
 
+    def _refused_removals(self) -> TierUnavailable | None:
+        try:
+            self._pay_removals()
+        except TierUnavailable as e:
+            return e
+        return None
+
     def _pay_removals(self) -> None:
-        if self._owed_removals:
-            self._store.remove(self._owed_removals)
-            self._owed_removals.clear()
+        while self._owed_removals:
+            self._store.remove(self._owed_removals[:_REMOVED_BLOCKS])
+            del self._owed_removals[:_REMOVED_BLOCKS]
 
     def _write(self, batch: _Batch) -> None:
         writes: list[Write] = []

@@ -48,7 +48,8 @@ class Clearing:
                 f"this server has no tier {tier!r}", hint=f"it has {', '.join(tiers)}"
             )
         with self._lock:
-            known = self._cache.index.namespaces
+            owed = {each for lower in self._lower.values() for each in lower.owed_drops}
+            known = list(owed.union(self._cache.index.namespaces))
         namespaces = known if namespace is None else [namespace]
         report = ClearReport(dict.fromkeys([tier] if tier else tiers, 0))
         refused: TierUnavailable | None = None
@@ -57,9 +58,22 @@ class Clearing:
                 self._clear(each, tier, report, dry_run=dry_run)
             except TierUnavailable as e:  # the other namespaces need not suffer for it
                 refused = e
-        if refused is not None:
-            raise refused
-        return report
+        if refused is None or not (owing := self._owing(namespaces, tier)):
+            return report
+        raise TierUnavailable(
+            f"{refused.args[0]}; {_what_is_done(report, owing)}",
+            hint=refused.hint,
+            cause=refused.cause,
+        ) from refused
+
+    def _owing(self, namespaces: Sequence[NamespaceId], tier: str | None) -> list[str]:
+        """The tiers that did not answer; none if they have done so meanwhile."""
+        if tier is not None:
+            return [tier]
+        with self._lock:
+            return [
+                name for name, lower in self._lower.items() if any(map(lower.owes_drop, namespaces))
+            ]
 
     def _clear(
         self, namespace: NamespaceId, tier: str | None, report: ClearReport, *, dry_run: bool
@@ -141,3 +155,14 @@ class Clearing:
         others = (HOST | DISK | REMOTE) & ~bits
         lost = self._cache.has(ids, bits) & ~self._cache.has(ids, others)
         report.lost_blocks += int(np.count_nonzero(lost))
+
+
+def _what_is_done(report: ClearReport, owing: Sequence[str]) -> str:
+    done = {tier: blocks for tier, blocks in report.blocks.items() if tier not in owing}
+    cleared = ", ".join(f"{blocks:,} blocks of {tier}" for tier, blocks in done.items())
+    later = [
+        f"{tier} is cleared as soon as it answers: what was to go is not found any more, but a "
+        "restart before that can find it again"
+        for tier in owing
+    ]
+    return "; ".join([f"cleared: {cleared}", *later] if done else later)

@@ -74,7 +74,7 @@ class Operator:
     def drain_state(self) -> DrainState:
         """``drained``: whoever stops the server now loses nothing that a tier below could keep.
 
-        Needs the lock.
+        Nor will the next one find a namespace that this one was told to forget. Needs the lock.
         """
         if not self.is_draining:
             return "off"

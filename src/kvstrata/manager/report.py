@@ -16,6 +16,7 @@ class TierReport(msgspec.Struct):
     padding_bytes: int = 0  # host: what blocks leave of their slots, in all slots
     longest_free_run: int = 0  # host: free slots that lie side by side
     reading_blocks: int = 0  # below host memory: blocks asked of it that have not come yet
+    uncleared_namespaces: int = 0  # below host memory: that it has still to forget the blocks of
 
 
 class NamespaceReport(msgspec.Struct):
@@ -77,7 +78,7 @@ class ClearReport(msgspec.Struct):
     """What a clear takes away, or would."""
 
     blocks: dict[str, int]  # by tier
-    in_use_blocks: int = 0  # that stay where they are: somebody reads or writes them
+    in_use_blocks: int = 0  # that stay where they are: read, written or pinned at this moment
     lost_blocks: int = 0  # that are in no other tier
 
 

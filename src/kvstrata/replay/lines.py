@@ -49,7 +49,10 @@ def read_lines(path: Path, on_read: OnRead | None = None) -> Iterator[Line]:
             hint="the file is not complete: copy it again",
         ) from e
     except OSError as e:
-        raise ConfigError(f"{path} cannot be read: {e.strerror or e}") from e
+        raise ConfigError(
+            f"{path} cannot be read: {e.strerror or e}",
+            hint="name a trace that exists and that you may read",
+        ) from e
 
 
 def bad_line(path: Path, number: int, what: str, *, hint: str | None = None) -> ConfigError:

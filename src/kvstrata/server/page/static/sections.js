@@ -35,13 +35,14 @@ export function showTiers(report, samples, acts) {
     const part = tier.capacity_blocks ? tier.used_blocks / tier.capacity_blocks : 0;
     const said = tier.capacity_blocks ? `${bytes(used)} of ${bytes(room)} · ${percent(part)}` : `${bytes(used)} from here`;
     const waiting = tier.waiting_blocks ? ` · ${whole(tier.waiting_blocks)} blocks to be written` : "";
+    const uncleared = tier.uncleared_namespaces ? ` · still to be cleared of ${whole(tier.uncleared_namespaces)} namespaces` : "";
     const breaker = tier.tier === "host" ? null : tier.switched_off
       ? el("span", { class: "badge bad" }, "switched off after failures") : el("span", { class: "badge ok" }, "breaker closed");
     return el("div", { class: "tier", "data-tier": tier.tier },
       el("h3", {}, el("i", { class: `swatch ${tier.tier}` }), tier.tier),
       el("div", { class: "bar", role: "img", "aria-label": `${tier.tier}: ${said}` },
         el("i", { class: tier.tier, "width%": 100 * part })),
-      el("p", {}, el("b", {}, said), ` · ${whole(tier.used_blocks)} blocks of ${bytes(tier.block_bytes)}${waiting}${latency(samples, tier.tier)} `, breaker, " ", ...acts(tier)));
+      el("p", {}, el("b", {}, said), ` · ${whole(tier.used_blocks)} blocks of ${bytes(tier.block_bytes)}${waiting}${uncleared}${latency(samples, tier.tier)} `, breaker, " ", ...acts(tier)));
   }));
 }
 

@@ -94,7 +94,7 @@ function lossesOf(report, sizes) {
   const lines = Object.entries(report.blocks).map(([name, blocks]) =>
     el("li", {}, `${name}: ${whole(blocks)} blocks, ${bytes(blocks * (sizes[name] ?? 0))}`));
   const lost = el("p", {}, `In no other tier, and to be computed again: ${whole(report.lost_blocks)} blocks.`);
-  const kept = report.in_use_blocks ? el("p", {}, `In use, and kept: ${whole(report.in_use_blocks)} blocks.`) : "";
+  const kept = report.in_use_blocks ? el("p", {}, `In use or pinned, and kept: ${whole(report.in_use_blocks)} blocks.`) : "";
   return [el("p", {}, "This would go:"), el("ul", {}, ...lines), lost, kept];
 }
 
