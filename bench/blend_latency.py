@@ -135,7 +135,7 @@ def new_tokens(rng: random.Random, tokens: int) -> list[int]:
 
 def pairs_of(tokens: int) -> int:
     """In a round of the mix: short prompts take little time, and noise is much of it."""
-    return max(2, 1200 // tokens)
+    return max(2, 2400 // tokens)
 
 
 def scoring_share(layers: int, block_tokens: int) -> float:
