@@ -114,7 +114,7 @@ def test_a_tier_that_does_not_answer_is_cleared_later_and_it_is_said_what_is_don
     assert drained.stdout.startswith(f"{path}: not safe to stop: ")
     assert drained.stdout.endswith(
         "remote is still to be cleared of 1 namespaces: that is done as soon as it answers, and a "
-        "restart before that can find their blocks again\n"
+        "restart before that can find them again\n"
     )
     assert "blocks wait" not in drained.stdout
     assert json.loads(plain.stdout)["uncleared_namespaces"] == {"remote": 1}

@@ -72,7 +72,12 @@ class TestGeometry:
         refused(made, FormatError, match, max_blocks_per_file=2)
 
     def test_a_smaller_capacity_is_refused(self, made: Path) -> None:
-        refused(made, ConfigError, "holds 4 slots .32768 bytes.*capacity is 3 slots", slots=3)
+        refused(
+            made,
+            ConfigError,
+            "holds 4 slots for blocks of 4096 bytes .32768 bytes.*capacity is 3 slots",
+            slots=3,
+        )
 
     @pytest.mark.parametrize("slots", [0, 2**32])
     def test_an_impossible_capacity_is_refused(self, tmp_path: Path, slots: int) -> None:

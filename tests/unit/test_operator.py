@@ -1,7 +1,8 @@
 """What operators ask: clearing tiers, draining, finding prompts, and the hottest of them."""
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.caches import (
 )
 
 from kvstrata.core.errors import ConfigError, TierUnavailable
+from kvstrata.core.types import StoreKey
 from kvstrata.manager import clearing
 from kvstrata.manager.manager import KVManager
 from kvstrata.manager.tasks import TaskState
@@ -242,7 +244,8 @@ def test_clearing_says_what_is_done_though_a_tier_does_not_answer(
     assert [tier.uncleared_namespaces for tier in report.tiers] == [0, 2]
     assert report.tiers[1].waiting_blocks == 0
     assert caplog.messages[-1] == (
-        "disk could not be cleared of 2 namespaces in time: the next start can find their blocks again"
+        "disk could not be cleared of 2 namespaces and 0 other blocks in time: the next start can "
+        "find them again"
     )
 
 
@@ -260,8 +263,32 @@ def test_a_disk_that_refuses_loses_all_its_blocks_once_it_answers(
             with pytest.raises(TierUnavailable, match=r"^the disk is gone; disk is cleared as"):
                 manager.operator.clear(ALICE, "disk")
             assert manager.operator.locate(ALICE, PROMPT) == (0, 0)
+            manager.operator.drain(True)
+            report = manager.stats()
+            assert (report.drain, report.tiers[1].unremoved_blocks) == ("draining", len(PROMPT))
         store = manager._lower["disk"]._inner
         eventually(lambda: store.statistics().blocks == 0, "they are never removed")
+        eventually(lambda: manager.stats().drain == "drained", "the drain does not end")
+
+
+def test_a_disk_that_refuses_for_a_moment_is_cleared_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, calls = DiskStore.remove, itertools.count()
+
+    def refused_once(store: DiskStore, keys: Sequence[StoreKey]) -> list[bool]:
+        if next(calls) == 0:
+            raise TierUnavailable("the disk is busy")
+        return remove(store, keys)
+
+    with opened(8, tmp_path) as manager:
+        save(manager, ALICE, PROMPT)
+        save(manager, BOB, keys(7))
+        written(manager)
+        monkeypatch.setattr(DiskStore, "remove", refused_once)
+        report = manager.operator.clear(None, "disk")
+        assert report.blocks == {"disk": len(PROMPT) + 1}
+        assert manager._lower["disk"]._inner.statistics().blocks == 0
 
 
 def refuse(_store: DiskStore, _keys: object) -> list[bool]:

@@ -78,16 +78,21 @@ def test_what_is_not_understood_is_said(said: Any, caplog: pytest.LogCaptureFixt
     )
 
 
-def test_a_mistyped_wish_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistyped_wish_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wishes, "_warn_of_key", SeldomWarning(logging.getLogger("kvstrata")))
     wants = request("mine")
     wants.kv_transfer_params = {"blned": True, "remote_block_ids": []}
     assert wish_of(wants, load_config({}, environ={})).refused == "not_understood"
     (record,) = caplog.records
     assert record.getMessage() == (
-        "request mine is not blended: kv_transfer_params has 'blned' and no 'blend'"
+        "a request is not blended: kv_transfer_params has 'blned' and no 'blend'"
     )
     wants.kv_transfer_params = {"do_remote_prefill": True, "taint_from": 3}
     assert wish_of(wants, load_config({}, environ={})).refused == "not_asked"
+    wants.kv_transfer_params = {"blend": None}
+    assert wish_of(wants, load_config({"blend": "all"}, environ={})).blend
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def drain(
                 "drain": report.drain,
                 "waiting_blocks": {tier.tier: tier.waiting_blocks for tier in below},
                 "uncleared_namespaces": {tier.tier: tier.uncleared_namespaces for tier in below},
+                "unremoved_blocks": {tier.tier: tier.unremoved_blocks for tier in below},
                 "running_saves": report.running_puts,
             }
             typer.echo(json.dumps(shown, indent=2))
@@ -86,6 +87,7 @@ def _print_without_tiers(path: Path, *, undo: bool, as_json: bool) -> None:
             "drain": "no tiers",
             "waiting_blocks": {},
             "uncleared_namespaces": {},
+            "unremoved_blocks": {},
             "running_saves": 0,
         }
         typer.echo(json.dumps(shown, indent=2))
@@ -111,8 +113,10 @@ def _in_the_way(report: "CacheReport") -> "Iterator[str]":
     if off:
         yield f"switched off after failures: {', '.join(off)}"
     for tier in report.tiers:
-        if tier.uncleared_namespaces:
+        left = {"namespaces": tier.uncleared_namespaces, "other blocks": tier.unremoved_blocks}
+        named = " and ".join(f"{count:,} {what}" for what, count in left.items() if count)
+        if named:
             yield (
-                f"{tier.tier} is still to be cleared of {tier.uncleared_namespaces:,} namespaces: that "
-                "is done as soon as it answers, and a restart before that can find their blocks again"
+                f"{tier.tier} is still to be cleared of {named}: that is done as soon as it answers, "
+                "and a restart before that can find them again"
             )

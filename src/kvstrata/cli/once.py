@@ -16,8 +16,5 @@ class OnceCommand(TyperCommand):
         options = [param for param in self.get_params(ctx) if isinstance(param, TyperOption)]
         for option in options:
             if given.count(option) > 1 and not (option.multiple or option.is_flag):
-                form = option.metavar or "VALUE"
-                raise typer.BadParameter(
-                    f"it is given more than once, and is one {form}", ctx, option
-                )
+                raise typer.BadParameter("it is given more than once", ctx, option)
         return super().parse_args(ctx, args)

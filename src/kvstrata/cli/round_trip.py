@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from kvstrata.core.config import Config
 from kvstrata.core.errors import InvariantViolated, TierUnavailable
 from kvstrata.core.limits import nearest_existing
-from kvstrata.core.remote_tiers import RemoteTier
+from kvstrata.core.remote_tiers import MooncakeTier, RemoteTier
 from kvstrata.core.tiers import DiskTier, HostTier
 from kvstrata.core.types import (
     BLOCK_KEY_BYTES,
@@ -70,7 +70,12 @@ class RemoteTrip(NamedTuple):
 
 
 def ask_remote(tier: RemoteTier) -> None:
-    """Look for a block that nobody has; ``TierUnavailable`` where the engine cannot be used."""
+    """Look for a block that nobody has; ``TierUnavailable`` where the engine cannot be used.
+
+    It joins no pool with memory of this node, which would leave it a moment later.
+    """
+    if isinstance(tier, MooncakeTier):
+        tier = tier.model_copy(update={"segment": None})
     with closing(open_remote(tier, block_bytes=PROBE_BLOCK_BYTES, memory=None)) as store:
         store.exists([secrets.token_bytes(STORE_KEY_BYTES)])
 

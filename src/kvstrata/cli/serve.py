@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Final
@@ -91,7 +91,6 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
     """
     with reported():
         _refuse_mistakes(model, context.args)
-        _refuse_near_names(context)
         if blend and role is Role.CONSUMER:
             raise ConfigError(
                 "--blend with --role kv_consumer: what can be reused is learned as it is saved, and "
@@ -106,7 +105,10 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
             )
         overrides = overrides_of(config=config, tiers=tiers, socket=attach)
         _refuse_secrets(overrides)
-        warnings = _check(overrides, tiers, blend=blend, asks_others=not dry_run)
+        warnings = [
+            *_near_names(context),
+            *_check(overrides, tiers, blend=blend, asks_others=not dry_run),
+        ]
         transfer = {
             **(_BLEND_CONNECTOR if blend else _CONNECTOR),
             "kv_role": role.value,
@@ -180,14 +182,14 @@ def _refuse_mistakes(model: str, rest: Sequence[str]) -> None:
             )
 
 
-def _refuse_near_names(context: typer.Context) -> None:
-    """What vLLM would call unknown, and is meant for this command."""
+def _near_names(context: typer.Context) -> Iterator[str]:
+    """Warn of what goes to vLLM and is probably meant for this command. vLLM also takes short forms."""
     own = [name for param in context.command.params for name in param.opts if name[0] == "-"]
     for argument in context.args:
         name = argument.partition("=")[0]
         close = get_close_matches(name.replace("_", "-"), own, n=1, cutoff=_NEAR)
         if name.startswith("--") and name not in own and close:
-            raise ConfigError(f"unknown option {name}", hint=f"did you mean {close[0]}?")
+            yield f"vLLM is given {name}: did you mean {close[0]}?"
 
 
 def _check(

@@ -102,7 +102,7 @@ def check_machine(config: "Config", tiers: TierOptions, *, asks_others: bool = T
     """Raise ConfigError unless this machine can hold the tiers of *config*; return warnings.
 
     A tier that *tiers* names is called by its option. An engine that nodes share is asked for
-    something, if it is wanted (*asks_others*), which takes as long as one of its calls may.
+    something, if it is wanted (*asks_others*), which takes seconds where it does not answer.
     """
     from kvstrata.cli.diagnosis import (
         check_answer,

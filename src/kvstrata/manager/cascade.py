@@ -264,12 +264,13 @@ class Cascade:
             raise refused
 
     def is_done(self) -> bool:
-        """Whether nothing waits for the tier or is on its way there. Needs the lock.
+        """Whether nothing waits for the tier or is on its way there. Needs the lock."""
+        return not (self._unwritten_blocks() or self._owed_drops or self._owed_removals)
 
-        Removals that are owed do not count: what a restart finds again of them is right, and leaves
-        in its turn.
-        """
-        return not (self._unwritten_blocks() or self._owed_drops)
+    @property
+    def owes_removals(self) -> bool:
+        """Whether blocks have left the index that a restart would find in the store."""
+        return bool(self._owed_removals)
 
     def report(self) -> TierReport:
         size = self._inner.statistics()
@@ -282,6 +283,7 @@ class Cascade:
             reading_blocks=self.meter.queued_blocks,
             switched_off=self._store.is_open,
             uncleared_namespaces=len(self._owed_drops),
+            unremoved_blocks=len(self._owed_removals),
         )
 
     def drain(self, timeout_seconds: float) -> bool:
@@ -311,12 +313,13 @@ class Cascade:
             blocks, namespaces = self._unwritten_blocks(), len(self._owed_drops)
         if blocks:
             _log.warning("%d blocks could not be written to %s in time", blocks, self._tier)
-        if namespaces:
+        if namespaces or self._owed_removals:
             _log.warning(
-                "%s could not be cleared of %d namespaces in time: the next start can find their "
-                "blocks again",
+                "%s could not be cleared of %d namespaces and %d other blocks in time: the next start "
+                "can find them again",
                 self._tier,
                 namespaces,
+                len(self._owed_removals),
             )
 
     def _pay_drops(self, patience_seconds: float) -> bool:
@@ -354,9 +357,9 @@ class Cascade:
         try:
             if self._owed_drops and not self._pay_drops(0.0):
                 return 0
-            if self._owed_removals:
-                with self._taking:
-                    self._pay_removals()
+            while self._owed_removals:
+                with self._taking:  # not for all of them: others want to write, too
+                    self._remove_some()
             with self._batches.passing():
                 batch = self._take()
                 if batch is None:
@@ -449,8 +452,12 @@ class Cascade:
 
     def _pay_removals(self) -> None:
         while self._owed_removals:
-            self._store.remove(self._owed_removals[:_REMOVED_BLOCKS])
-            del self._owed_removals[:_REMOVED_BLOCKS]
+            self._remove_some()
+
+    def _remove_some(self) -> None:
+        if some := self._owed_removals[:_REMOVED_BLOCKS]:
+            self._store.remove(some)
+            del self._owed_removals[: len(some)]
 
     def _write(self, batch: _Batch) -> None:
         writes: list[Write] = []

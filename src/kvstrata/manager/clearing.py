@@ -68,11 +68,12 @@ class Clearing:
 
     def _owing(self, namespaces: Sequence[NamespaceId], tier: str | None) -> list[str]:
         """The tiers that did not answer; none if they have done so meanwhile."""
-        if tier is not None:
-            return [tier]
         with self._lock:
             return [
-                name for name, lower in self._lower.items() if any(map(lower.owes_drop, namespaces))
+                name
+                for name, lower in self._lower.items()
+                if tier in {None, name}
+                and (any(map(lower.owes_drop, namespaces)) or lower.owes_removals)
             ]
 
     def _clear(

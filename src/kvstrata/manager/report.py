@@ -17,6 +17,7 @@ class TierReport(msgspec.Struct):
     longest_free_run: int = 0  # host: free slots that lie side by side
     reading_blocks: int = 0  # below host memory: blocks asked of it that have not come yet
     uncleared_namespaces: int = 0  # below host memory: that it has still to forget the blocks of
+    unremoved_blocks: int = 0  # below host memory: others that it has still to forget
 
 
 class NamespaceReport(msgspec.Struct):

@@ -36,16 +36,22 @@ _REMEDY: Final = "name a file in a directory that exists and can be written"
 
 def check_event_log(path: Path) -> None:
     """Raise ``ConfigError`` where no log could be written, whoever else writes one; changes nothing."""
-    folder = path.parent
-    if not folder.is_dir():
-        fault = f"{folder} is no directory"
-    elif path.exists() and not path.is_file():
-        fault = "it is no file"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        fault = f"user {os.getuid()} may not write it"
-    else:
-        return
-    raise ConfigError(f"the event log {path} cannot be written: {fault}", hint=_REMEDY)
+    try:
+        fault = _fault_of(path)
+    except OSError as e:  # nor may its directory be looked into
+        fault = str(e.strerror)
+    if fault is not None:
+        raise ConfigError(f"the event log {path} cannot be written: {fault}", hint=_REMEDY)
+
+
+def _fault_of(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return f"{path.parent} is no directory"
+    if path.exists() and not path.is_file():
+        return "it is no file"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"user {os.getuid()} may not write it"
+    return None
 
 
 class Seen(NamedTuple):

@@ -320,7 +320,8 @@ def _compare(path: Path, found: Superblock, name: str, wanted: int) -> None:
 def _refuse_smaller(path: Path, found: Superblock, wanted_slots: int) -> None:
     if wanted_slots < found.slots:
         raise ConfigError(
-            f"{path} holds {found.slots} slots ({found.slots * found.slot_bytes} bytes), "
+            f"{path} holds {found.slots} slots for blocks of {found.block_bytes} bytes "
+            f"({found.slots * found.slot_bytes} bytes), "
             f"the configured capacity is {wanted_slots} slots",
             hint=f"set the capacity of the disk tier to at least "
             f"{found.slots * found.slot_bytes} bytes, or delete {path} to start empty",

@@ -18,6 +18,7 @@ __all__ = ["Wish", "can_be_reused", "salt_of", "wish_of"]
 _log = logging.getLogger(__name__)
 _NEAR: Final = 0.8  # of 1: a mistyped "blend"; other connectors have keys of their own
 _warn_of_ratio: Final = SeldomWarning(_log)
+_warn_of_key: Final = SeldomWarning(_log)
 
 
 class Wish(NamedTuple):
@@ -50,12 +51,9 @@ def wish_of(request: Request, config: Config) -> Wish:
     """
     params = request.kv_transfer_params or {}
     said = params.get(BLEND)
-    if said is None and (near := get_close_matches(BLEND, map(str, params), n=1, cutoff=_NEAR)):
-        _log.warning(
-            "request %s is not blended: kv_transfer_params has %.40r and no %r",
-            request.request_id,
-            near[0],
-            BLEND,
+    if BLEND not in params and (near := get_close_matches(BLEND, map(str, params), 1, _NEAR)):
+        _warn_of_key(
+            "a request is not blended: kv_transfer_params has %.40r and no %r", near[0], BLEND
         )
         return Wish(config.recompute_ratio, "not_understood")
     if said is None and (config.blend == "all" or request.cache_salt in config.blend_salts):
