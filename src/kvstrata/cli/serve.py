@@ -91,12 +91,7 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
     """
     with reported():
         _refuse_mistakes(model, context.args)
-        if blend and role is Role.CONSUMER:
-            raise ConfigError(
-                "--blend with --role kv_consumer: what can be reused is learned as it is saved, and "
-                "this engine saves nothing",
-                hint="leave --role out, which is kv_both then, or drop --blend",
-            )
+        _refuse_one_sided(blend=blend, role=role)
         tiers = TierOptions(host_size, disk, shared, remote)
         if attach is not None and any(option is not None for option in tiers):
             raise ConfigError(
@@ -105,10 +100,7 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
             )
         overrides = overrides_of(config=config, tiers=tiers, socket=attach)
         _refuse_secrets(overrides)
-        warnings = [
-            *_near_names(context),
-            *_check(overrides, tiers, blend=blend, asks_others=not dry_run),
-        ]
+        warnings = _check(overrides, tiers, blend=blend, asks_others=not dry_run)
         transfer = {
             **(_BLEND_CONNECTOR if blend else _CONNECTOR),
             "kv_role": role.value,
@@ -121,7 +113,7 @@ def serve(  # noqa: PLR0913, PLR0917 - each is an option
             _TRANSFER_OPTION,
             json.dumps(transfer, ensure_ascii=False),
         ]
-    for warning in warnings:
+    for warning in (*_near_names(context), *warnings):
         typer.echo(f"warning: {warning}", err=True)
     if dry_run:
         typer.echo(shlex.join(command))
@@ -180,6 +172,15 @@ def _refuse_mistakes(model: str, rest: Sequence[str]) -> None:
                 hint="take it away and use --host-size, --disk, --config, --attach and --role, or "
                 f"give yours to vLLM: {shlex.join([*vllm_command(model), _TRANSFER_OPTION])} '{{…}}'",
             )
+
+
+def _refuse_one_sided(*, blend: bool, role: Role) -> None:
+    if blend and role is Role.CONSUMER:
+        raise ConfigError(
+            "--blend with --role kv_consumer: what can be reused is learned as it is saved, and this "
+            "engine saves nothing",
+            hint="leave --role out, which is kv_both then, or drop --blend",
+        )
 
 
 def _near_names(context: typer.Context) -> Iterator[str]:
