@@ -155,7 +155,8 @@ def test_the_bar_moves_within_rounds_and_without_a_terminal_each_is_a_line(
     arguments = finished_run(tmp_path / "run", as_meant=True)
     monkeypatch.setattr(Session, "go", go)
     monkeypatch.setattr(rich.progress.Progress, "advance", lambda *given: shares.append(given[-1]))
-    result = CliRunner().invoke(app, [*arguments, "--rounds", "2"])
+    arguments[arguments.index("--rounds") + 1] = "2"
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert shares == [0.25]
     assert "chat, round 2: chat: 3 of 4 rounds\n" in result.stderr
