@@ -109,11 +109,11 @@ def test_a_tier_that_does_not_answer_is_cleared_later_and_it_is_said_what_is_don
         "; cleared: 8 blocks of host; remote is cleared as soon as it answers: what was to go is not "
         "found any more, but a restart before that can find it again"
     )
-    assert "still to be cleared of 1 namespaces" in stats.stdout
+    assert "still to be cleared of 1 namespace" in stats.stdout
     assert drained.returncode == 1
     assert drained.stdout.startswith(f"{path}: not safe to stop: ")
     assert drained.stdout.endswith(
-        "remote is still to be cleared of 1 namespaces: that is done as soon as it answers, and a "
+        "remote is still to be cleared of 1 namespace: that is done as soon as it answers, and a "
         "restart before that can find them again\n"
     )
     assert "blocks wait" not in drained.stdout

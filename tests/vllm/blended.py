@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,23 @@ class Subject:
     def ask(self, prompt: Prompt, blend: object, tokens: int = 8) -> Ask:
         self.asked += 1
         return Ask(f"blend-{self.asked}", prompt, tokens, transfer={"blend": blend})
+
+    def mix(
+        self, requests: int = 6, *, resets: int = 1, logits: bool = False
+    ) -> tuple[list[Ask], list[Act]]:
+        """Requests that arrive one after the other while others are aborted or preempted.
+
+        *logits*: of those that are exact.
+        """
+        rng, asks = self.rng, []
+        for i in range(requests):
+            prompt = self.prompt(*rng.sample(range(4), rng.randrange(1, 4)))
+            blend = rng.choice([False, {"ratio": 1.0}, {"ratio": 0.0}, True])
+            ask = self.ask(prompt, blend, tokens=rng.randrange(1, 30))
+            asks.append(replace(ask, at_step=4 * i, logits=logits and is_exact(ask)))
+        acts = [Act("abort", ask.id, ask.at_step + rng.randrange(9)) for ask in rng.sample(asks, 2)]
+        acts += [Act("reset", "running", at_step=rng.randrange(35)) for _ in range(resets)]
+        return asks, acts
 
     def run(self, asks: Sequence[Ask], *acts: Act) -> dict[str, Answer]:
         return self.engine.run([*asks, *acts])
@@ -114,6 +131,11 @@ def blending(
             made.exact(system + document + made.text(9))
         engine.reset_prefix_cache()
         yield made
+
+
+def is_exact(ask: Ask) -> bool:
+    """Whether nothing of the answer may be approximate."""
+    return (ask.transfer or {})["blend"] in (False, {"ratio": 1.0})
 
 
 def whole_blocks(prompt: Prompt) -> int:

@@ -5,7 +5,6 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,20 +108,6 @@ def test_what_is_not_understood_is_not_blended(subject: Subject) -> None:
     subject.oracle.check([ask], subject.run([ask]))
 
 
-def mix(subject: Subject) -> tuple[list[Ask], list[Act]]:
-    """Requests that arrive one after the other while others are aborted or preempted."""
-    rng = subject.rng
-    asks = []
-    for i in range(8):
-        prompt = subject.prompt(*rng.sample(range(4), rng.randrange(1, 4)))
-        blend = rng.choice([False, {"ratio": 1.0}, {"ratio": 0.0}, True])
-        ask = subject.ask(prompt, blend, tokens=rng.randrange(1, 30))
-        asks.append(replace(ask, at_step=4 * i, logits=blend in (False, {"ratio": 1.0})))
-    acts = [Act("abort", ask.id, ask.at_step + rng.randrange(9)) for ask in rng.sample(asks, 2)]
-    acts += [Act("reset", "running", at_step=rng.randrange(35)) for _ in range(rng.randrange(3))]
-    return asks, acts
-
-
 def exact_tokens(subject: Subject, prompt: Prompt) -> int:
     """As far as others have the blocks of *prompt*: its system prompt and its first document.
 
@@ -146,7 +131,7 @@ def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject,
     before = subject.engine.counters()
     counts, most = Counter[str](), 0.0
     for _ in range(MIXES):
-        asks, acts = mix(subject)
+        asks, acts = subject.mix(8, resets=subject.rng.randrange(3), logits=True)
         answers = subject.run(asks, *acts)
         aborted = {act.what for act in acts if act.kind == "abort"}
         kept = [ask for ask in asks if ask.id not in aborted]

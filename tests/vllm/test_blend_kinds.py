@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.machines import is_nightly
-from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, whole_blocks
+from tests.vllm.blended import BLOCK_TOKENS, Subject, blending, is_exact, whole_blocks
 from tests.vllm.engine import (
     MAX_TOKENS,
     TWO_WORKERS,
@@ -120,20 +120,12 @@ def test_tokens_that_no_approximate_one_reaches_are_exact(subject: Subject) -> N
 
 
 def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject) -> None:
-    rng = subject.rng
     for _ in range(100 if is_nightly() else 1):
-        asks = []
-        for i in range(6):
-            prompt = subject.prompt(*rng.sample(range(4), rng.randrange(1, 4)))
-            blend = rng.choice([False, {"ratio": 1.0}, {"ratio": 0.0}, True])
-            ask = subject.ask(prompt, blend, tokens=rng.randrange(1, 20))
-            asks.append(replace(ask, at_step=3 * i))
-        acts = [Act("abort", a.id, a.at_step + rng.randrange(9)) for a in rng.sample(asks, 2)]
-        acts += [Act("reset", "running", at_step=rng.randrange(30))]
+        asks, acts = subject.mix()
         answers = subject.run(asks, *acts)
         aborted = {act.what for act in acts if act.kind == "abort"}
         kept = [ask for ask in asks if ask.id not in aborted]
-        exact = [a for a in kept if dict(a.transfer or {})["blend"] in (False, {"ratio": 1.0})]
+        exact = [ask for ask in kept if is_exact(ask)]
         subject.oracle.check(exact, {ask.id: answers[ask.id] for ask in exact})
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.machines import is_nightly
-from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, whole_blocks
+from tests.vllm.blended import BLOCK_TOKENS, Prompt, Subject, blending, is_exact, whole_blocks
 from tests.vllm.engine import (
     LOGITS,
     TWO_WORKERS,
-    Act,
     Answer,
     Ask,
     Engine,
@@ -77,7 +76,7 @@ def answered(subject: Subject, prompt: Prompt, blend: object) -> Answer:
     """With logits, checked against vLLM alone if nothing of it may be approximate."""
     ask = replace(subject.ask(prompt, blend), logits=True)
     answers = subject.run([ask])
-    if blend in (False, {"ratio": 1.0}):
+    if is_exact(ask):
         subject.oracle.check([ask], answers)
     return answers[ask.id]
 
@@ -118,20 +117,11 @@ def test_what_is_computed_of_a_few_tokens_is_nearer_than_nothing(subject: Subjec
 
 
 def test_mixes_of_blended_exact_preempted_and_aborted_requests(subject: Subject) -> None:
-    rng = subject.rng
     for _ in range(30 if is_nightly() else 1):
-        asks = []
-        for i in range(6):
-            prompt = subject.prompt(*rng.sample(range(4), rng.randrange(1, 4)))
-            blend = rng.choice([False, {"ratio": 1.0}, {"ratio": 0.0}, True])
-            ask = subject.ask(prompt, blend, tokens=rng.randrange(1, 20))
-            asks.append(replace(ask, at_step=3 * i, logits=True))
-        acts = [Act("abort", a.id, a.at_step + rng.randrange(9)) for a in rng.sample(asks, 2)]
-        acts += [Act("reset", "running", at_step=rng.randrange(30))]
+        asks, acts = subject.mix(logits=True)
         answers = subject.run(asks, *acts)
         aborted = {act.what for act in acts if act.kind == "abort"}
-        exact = [a for a in asks if dict(a.transfer or {})["blend"] in (False, {"ratio": 1.0})]
-        subject.oracle.check(exact, answers, aborted=aborted)
+        subject.oracle.check(filter(is_exact, asks), answers, aborted=aborted)
 
 
 def test_afterwards_nothing_is_held(subject: Subject) -> None:

@@ -113,10 +113,8 @@ def _in_the_way(report: "CacheReport") -> "Iterator[str]":
     if off:
         yield f"switched off after failures: {', '.join(off)}"
     for tier in report.tiers:
-        left = {"namespaces": tier.uncleared_namespaces, "other blocks": tier.unremoved_blocks}
-        named = " and ".join(f"{count:,} {what}" for what, count in left.items() if count)
-        if named:
+        if tier.uncleared:
             yield (
-                f"{tier.tier} is still to be cleared of {named}: that is done as soon as it answers, "
-                "and a restart before that can find them again"
+                f"{tier.tier} is still to be cleared of {tier.uncleared}: that is done as soon as it "
+                "answers, and a restart before that can find them again"
             )

@@ -106,8 +106,8 @@ def _notes(tier: "TierReport") -> Iterator[str]:
     yield f"{human_bytes(tier.block_bytes)} a block"
     if tier.waiting_blocks:
         yield f"{tier.waiting_blocks:,} blocks to be written"
-    if tier.uncleared_namespaces:
-        yield f"still to be cleared of {tier.uncleared_namespaces:,} namespaces"
+    if tier.uncleared:
+        yield f"still to be cleared of {tier.uncleared}"
     if tier.switched_off:
         yield "switched off after repeated failures"
     if tier.padding_bytes > tier.capacity_blocks * tier.block_bytes // 100:

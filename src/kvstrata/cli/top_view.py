@@ -120,8 +120,7 @@ def _notes(seen: "Seen", tier: "TierReport") -> Text:
                 calls[name] = count + each.calls, seconds + each.seconds
     notes = [f"{tier.used_blocks:,} blocks"]
     notes += [f"{tier.waiting_blocks:,} to be written"] if tier.waiting_blocks else []
-    uncleared = tier.uncleared_namespaces
-    notes += [f"still to be cleared of {uncleared:,} namespaces"] if uncleared else []
+    notes += [f"still to be cleared of {tier.uncleared}"] if tier.uncleared else []
     notes += [
         f"{name.partition(' ')[2]} {1e3 * seconds / count:.1f} ms"
         for name, (count, seconds) in sorted(calls.items())

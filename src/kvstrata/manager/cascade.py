@@ -310,16 +310,16 @@ class Cascade:
 
     def _warn_of_what_is_left(self) -> None:
         with self._lock:
-            blocks, namespaces = self._unwritten_blocks(), len(self._owed_drops)
-        if blocks:
-            _log.warning("%d blocks could not be written to %s in time", blocks, self._tier)
-        if namespaces or self._owed_removals:
+            left = self.report()
+        if left.waiting_blocks:
             _log.warning(
-                "%s could not be cleared of %d namespaces and %d other blocks in time: the next start "
-                "can find them again",
+                "%d blocks could not be written to %s in time", left.waiting_blocks, self._tier
+            )
+        if left.uncleared:
+            _log.warning(
+                "%s could not be cleared of %s in time: the next start can find them again",
                 self._tier,
-                namespaces,
-                len(self._owed_removals),
+                left.uncleared,
             )
 
     def _pay_drops(self, patience_seconds: float) -> bool:

@@ -19,6 +19,13 @@ class TierReport(msgspec.Struct):
     uncleared_namespaces: int = 0  # below host memory: that it has still to forget the blocks of
     unremoved_blocks: int = 0  # below host memory: others that it has still to forget
 
+    @property
+    def uncleared(self) -> str:
+        """What it has still to be cleared of, in words; empty for nothing."""
+        left = {"namespace": self.uncleared_namespaces, "other block": self.unremoved_blocks}
+        counted = [f"{n:,} {what}{'' if n == 1 else 's'}" for what, n in left.items() if n]
+        return " and ".join(counted)
+
 
 class NamespaceReport(msgspec.Struct):
     namespace: str  # hex

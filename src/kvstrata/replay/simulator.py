@@ -198,9 +198,8 @@ class SimulatedCache:
         lacking = int(request.blocks[request.found_blocks])
         self._open.pop(lacking, None)
         if found_blocks != request.found_blocks:
-            own = request._replace(
-                blocks=request.blocks.copy()
-            )  # else all that was read with it stays
+            # A copy: else all that was read with it stays.
+            own = request._replace(blocks=request.blocks.copy())
             self._open[lacking] = own, found_blocks
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
