@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstrata.cli import serve as serve_module
-from kvstrata.cli.diagnosis import check_disk
+from kvstrata.cli.diagnosis import check_answer, check_disk
 from kvstrata.cli.main import app
 from kvstrata.core.config import Config
+from kvstrata.core.errors import TierUnavailable
 from kvstrata.core.load import load_config
-from kvstrata.core.remote_tiers import ValkeyTier
+from kvstrata.core.remote_tiers import MooncakeTier, RemoteTier, ValkeyTier
 from kvstrata.core.tiers import DiskTier, SharedTier
 from kvstrata.storage.disk import DiskStore
 from kvstrata.storage.disk_lock import LOCK_NAME
@@ -170,6 +171,22 @@ def test_an_engine_below_that_does_not_answer_is_a_warning(
     assert "warning: valkey://127.0.0.1:1 cannot be used now (unreachable): " in said
     assert "; the cache does without it until it answers (check that the server runs" in said
     assert CliRunner().invoke(app, [*command, "--dry-run"]).stderr == ""  # asks nobody
+
+
+def test_to_see_whether_a_pool_answers_no_memory_of_this_node_joins_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[RemoteTier] = []
+
+    def noted(tier: RemoteTier, **_: object) -> object:
+        opened.append(tier)
+        raise TierUnavailable("no master", cause="unreachable")
+
+    monkeypatch.setattr("kvstrata.cli.round_trip.open_remote", noted)
+    tier = MooncakeTier(url="mooncake://127.0.0.1:1", segment=1 << 30)
+    (finding,) = check_answer(tier)
+    assert finding.level == "warning"
+    assert opened == [MooncakeTier(url="mooncake://127.0.0.1:1")]
 
 
 def test_an_option_puts_an_engine_below(tmp_path: Path) -> None:
