@@ -21,6 +21,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,8 @@ __all__ = [
     "Cell",
     "Pair",
     "cells",
+    "in_a_row",
     "new_tokens",
-    "pairs_of",
     "prompt_of",
     "report",
     "scoring_share",
@@ -55,6 +56,7 @@ DOCUMENTS: Final = 6
 QUEUE: Final = (400,) * 20  # tokens of the prompts behind one
 LEAST_SPEED: Final = 3.0
 MOST_SLOWDOWN: Final = 1.05
+SAVED_SECONDS: Final = 0.05  # in which all of a short prompt is saved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +135,9 @@ def new_tokens(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(tokens)]
 
 
-def pairs_of(tokens: int) -> int:
-    """In a round of the mix: short prompts take little time, and noise is much of it."""
-    return max(2, 2400 // tokens)
+def in_a_row(tokens: int) -> int:
+    """Of a turn in the mix: short prompts take little time, and noise is much of it."""
+    return max(1, 2400 // tokens)
 
 
 def scoring_share(layers: int, block_tokens: int) -> float:
@@ -160,10 +162,18 @@ class Bench:
         self._members = members
         self._random = random.Random(seed)
 
-    def pair(self, tokens: int, share: float, number: int, behind: Sequence[int] = ()) -> Pair:
-        """Teach the blending engine documents of their own, then ask both.
+    def pairs(
+        self,
+        tokens: int,
+        share: float,
+        number: int,
+        *,
+        in_a_row: int = 1,
+        behind: Sequence[int] = (),
+    ) -> list[Pair]:
+        """Teach the blending engine documents of their own, then ask both, each some prompts in turn.
 
-        *behind*: the lengths of new prompts that are asked at the same time, after the one.
+        *behind*: the lengths of new prompts that are asked at the same time, after each.
         """
         size = int(tokens * share) // DOCUMENTS
         documents = [new_tokens(self._random, size) for _ in range(DOCUMENTS)] if size else []
@@ -173,30 +183,35 @@ class Bench:
             blend.run(asked_at_once([before + document + after for document in documents]))
             blend.settle()
             blend.reset()
-        answers: dict[str, Answer] = {}
+        answers: dict[str, list[Answer]] = {}
         cpu_seconds: dict[str, float] = {}
         for name in (FULL, BLEND) if number % 2 else (BLEND, FULL):
             member = self._members[name]
             member.run(asked_at_once([new_tokens(self._random, 8)]))  # an engine in use
             used = _cpu_seconds(member)
-            prompts = [prompt_of(documents, tokens, self._random)]
-            prompts += [new_tokens(self._random, length) for length in behind]
-            answer = member.run(asked_at_once(prompts, blend=name == BLEND)).answers[0]
-            if answer.failure:
-                raise EngineFailed(f"{name}: {answer.failure}")
-            answers[name] = answer
+            answers[name] = []
+            for _ in range(in_a_row):
+                prompts = [prompt_of(documents, tokens, self._random)]
+                prompts += [new_tokens(self._random, length) for length in behind]
+                answer = member.run(asked_at_once(prompts, blend=name == BLEND)).answers[0]
+                if answer.failure:
+                    raise EngineFailed(f"{name}: {answer.failure}")
+                answers[name].append(answer)
+                time.sleep(SAVED_SECONDS)
             member.settle()
-            cpu_seconds[name] = _cpu_seconds(member) - used
-        full, blended = answers[FULL], answers[BLEND]
-        return Pair(
-            tokens,
-            share,
-            full.first_token_seconds,
-            blended.first_token_seconds,
-            blended.cached_tokens,
-            cpu_seconds[FULL],
-            cpu_seconds[BLEND],
-        )
+            cpu_seconds[name] = (_cpu_seconds(member) - used) / in_a_row
+        return [
+            Pair(
+                tokens,
+                share,
+                full.first_token_seconds,
+                blended.first_token_seconds,
+                blended.cached_tokens,
+                cpu_seconds[FULL],
+                cpu_seconds[BLEND],
+            )
+            for full, blended in zip(answers[FULL], answers[BLEND], strict=True)
+        ]
 
 
 def _cpu_seconds(member: Member) -> float:
@@ -210,15 +225,17 @@ def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair], list[P
     with roomy_members((FULL, BLEND), options.folder, make_model) as (members, model):
         bench = Bench(members, options.seed)
         for each in MIX[-2:]:  # warms up
-            bench.pair(*each, 0)
-        documents = [bench.pair(PROMPT_TOKENS, SHARE, i) for i in range(options.rounds)]
+            bench.pairs(*each, 0)
+        turns = range(options.rounds)
+        documents = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i)]
         mix = [
-            bench.pair(*shape, i + again)
+            pair
             for i in range(options.rounds // 2 + 1)
             for shape in MIX
-            for again in range(pairs_of(shape[0]))
+            for turn in (i, i + 1)
+            for pair in bench.pairs(*shape, turn, in_a_row=in_a_row(shape[0]))
         ]
-        queue = [bench.pair(PROMPT_TOKENS, SHARE, i, QUEUE) for i in range(options.rounds)]
+        queue = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i, behind=QUEUE)]
         scoring = scoring_share(options.layers, model.engine_block_tokens)
     return documents, mix, queue, scoring
 

@@ -1,6 +1,7 @@
 """Requests that are aborted, preempted, or come in any order."""
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,27 @@ def test_whatever_ends_a_request_all_its_complete_blocks_are_saved(
     keys = engine.half._math.keys(request, 0, 6)
     assert bench.saved_keys() == {engine.half._namespace + key for key in keys}
     assert bench.check_saved_bytes(engine) == 6
+
+
+def test_the_last_tokens_leave_before_what_is_left_to_be_saved(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM sends them on a thread that needs the interpreter; while a request runs nobody waits."""
+    engine = bench.engine()
+    engine.add("a", prompt(1, 20), 2)
+    engine.add("b", prompt(2, 20), 4)
+    steps: list[tuple[int, int, int]] = []  # requests, tokens, and pauses of each
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    while engine.scheduler.has_requests():
+        running, before = len(engine.half._requests), len(pauses)
+        output = engine.scheduler.schedule()
+        steps.append((running, output.total_num_scheduled_tokens, len(pauses) - before))
+        engine.in_flight.append(output)
+        engine.finish_step()
+    assert steps[:6] == [(2, 32, 0), (2, 9, 0), (1, 1, 0), (1, 1, 0), (1, 1, 0), (0, 0, 1)], steps
+    assert steps[6:], "nothing was left to be saved"
+    assert set(steps[6:]) == {(0, 0, 0)}, steps
 
 
 @in_all_modes

@@ -3,6 +3,7 @@
 import logging
 import secrets
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from kvstrata.server.embedded import EmbeddedServer
 
 _log = logging.getLogger(__name__)
 
+_GIVE_WAY_SECONDS: Final = 0.001  # as long as vLLM after a step that computes nothing
 _ALONE: Final = 4  # times as long: a step that runs nothing takes 2 to 3 ms
 _NOBODY: Final[Sequence[Admitted]] = ()
 
@@ -99,6 +101,7 @@ class SchedulerHalf:
         ahead = _steps_ahead(vllm_config)
         self._is_ahead = ahead > 0
         self._in_steps = deque[Sequence[Admitted]](maxlen=1 + ahead)  # to those steps
+        self._has_computed = False  # in the last step
         self._parked: set[str] = set()  # requests that wait for a load, of whatever connector
         self._rate = PrefillRate(ahead)
         self._rate_told_to = 0  # the connection
@@ -181,6 +184,16 @@ class SchedulerHalf:
 
     def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
         return self._loads.take_sources(request.request_id)
+
+    def give_way(self, output: SchedulerOutput) -> None:
+        """Before ``plan``: let vLLM send the last tokens before what is left to do for us.
+
+        It sends them on a thread of its own, which needs the interpreter, and goes on stepping.
+        """
+        computes = output.total_num_scheduled_tokens > 0
+        if self._has_computed and not computes and not self._requests:
+            time.sleep(_GIVE_WAY_SECONDS)
+        self._has_computed = computes
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """``build_connector_meta``: what the workers copy in this step."""
