@@ -1,6 +1,7 @@
 """An HTTP server on loopback that answers what a test says, right or wrong, byte by byte."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,12 +38,13 @@ class OddServer:
     ``requests`` are those that came, ``connections`` how many there were.
     """
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, *, tls: ssl.SSLContext | None = None) -> None:
         self.answer = answer
         self.closes = False  # after each answer, and without saying so
         self.reads_bodies = True
         self.requests: list[Request] = []
         self.connections = 0
+        self._tls = tls
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._is_closed = threading.Event()
@@ -61,9 +63,9 @@ class OddServer:
             self.connections += 1
             threading.Thread(target=self._serve, args=[client], name=RELAY, daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
-        with client, suppress(OSError):
-            client.settimeout(10)
+    def _serve(self, accepted: socket.socket) -> None:
+        accepted.settimeout(10)
+        with suppress(OSError), self._secured(accepted) as client:
             while not self._is_closed.is_set():
                 request = self._request(client)
                 if request is None:
@@ -75,6 +77,9 @@ class OddServer:
                 client.sendall(reply)
                 if not reply or self.closes:
                     return
+
+    def _secured(self, accepted: socket.socket) -> socket.socket:
+        return accepted if self._tls is None else self._tls.wrap_socket(accepted, server_side=True)
 
     def _request(self, client: socket.socket) -> Request | None:
         received = b""

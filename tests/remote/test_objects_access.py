@@ -1,7 +1,5 @@
 """How a store on object storage finds its bucket and is let in, and what it makes of the clock."""
 
-import datetime
-import ipaddress
 import os
 import subprocess
 import sys
@@ -12,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from tests.remote.authority import Authority
 from tests.remote.objects_engine import (
     BUCKET,
     KEY_ID,
@@ -338,44 +333,8 @@ class _TlsEngine(RcloneEngine):
         return f"https://{host}:{port}"
 
     def command(self) -> list[str]:
-        folder = self.folder.parent
-        _make_certificate(folder)
-        return [
-            *super().command(),
-            *("--cert", str(folder / "cert.pem"), "--key", str(folder / "key.pem")),
-        ]
+        certificate, key_file = Authority(self.folder.parent, "ca").issue("server")
+        return [*super().command(), "--cert", str(certificate), "--key", str(key_file)]
 
     def make_bucket(self) -> None:
         (self.folder / BUCKET).mkdir()
-
-
-def _make_certificate(folder: Path) -> None:
-    """Of a server on loopback, ``cert.pem`` and ``key.pem``, and of who has signed it, ``ca.pem``."""
-    ca_secret, secret = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    ca_name, name = (
-        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in ("ca", "server")
-    )
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-
-    def certificate(subject: x509.Name, key: ec.EllipticCurvePublicKey) -> bytes:
-        is_ca = subject == ca_name
-        built = (
-            x509.CertificateBuilder(ca_name, subject, key, x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
-            .add_extension(address, critical=False)
-            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-            .sign(ca_secret, hashes.SHA256())
-        )
-        return built.public_bytes(serialization.Encoding.PEM)
-
-    (folder / "ca.pem").write_bytes(certificate(ca_name, ca_secret.public_key()))
-    (folder / "cert.pem").write_bytes(certificate(name, secret.public_key()))
-    (folder / "key.pem").write_bytes(
-        secret.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
