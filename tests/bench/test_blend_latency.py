@@ -13,6 +13,7 @@ from bench.blend_latency import (
     prompt_of,
     report,
     scoring_share,
+    worst_ratio,
 )
 
 
@@ -39,6 +40,18 @@ def test_a_cell_has_medians_of_pairs() -> None:
     assert cell.pairs == 3
     (unknown,) = cells([Pair(300, 0.0, 1, 1, 0, 0.0, 0.0)])
     assert math.isnan(unknown.cpu_ratio)
+
+
+def test_what_is_not_blended_is_judged_by_its_length() -> None:
+    whole = [
+        Pair(300, share, 1.0, taken, 0, 1.0, 1.0) for share, taken in ((0.0, 1.0), (0.3, 1.08))
+    ]
+    whole += [Pair(300, 0.6, 1.0, 1.02, 0, 1.0, 1.0), Pair(2050, 0.3, 1.0, 1.04, 0, 1.0, 1.0)]
+    assert worst_ratio(whole) == 1.04
+    blended = [
+        Pair(2050, share, 1.0, taken, 2048, 1.0, 1.0) for share, taken in ((0.6, 1.1), (0.95, 0.3))
+    ]
+    assert worst_ratio(whole + blended) == 1.1
 
 
 def test_every_shape_of_the_mix_has_eight_pairs_in_the_five_rounds_of_it() -> None:
