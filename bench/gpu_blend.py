@@ -37,8 +37,11 @@ def rows(folder: Path) -> Iterator[Row]:
     with roomy_members((FULL, BLEND), folder, make_model) as (members, _):
         bench = Bench(members, seed=1)
         for tokens in (PROMPT_TOKENS, _LONG_TOKENS):
-            bench.pair(tokens, SHARE, 0)  # warms up
-            yield from compare([bench.pair(tokens, SHARE, number) for number in range(_PAIRS)])
+            bench.pairs(tokens, SHARE, 0)  # warms up
+            found = [
+                pair for number in range(_PAIRS) for pair in bench.pairs(tokens, SHARE, number)
+            ]
+            yield from compare(found)
 
 
 def compare(pairs: Sequence[Pair]) -> Iterator[Row]:

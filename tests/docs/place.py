@@ -16,9 +16,9 @@ from typing import Final
 
 from tests.cli.processes import environment, kvstrata, until
 from tests.docs.blocks import ROOT, Command, blocks
+from tests.remote.authority import Authority
 from tests.remote.mooncake_engine import MooncakeEngine
 from tests.remote.objects_engine import BUCKET, MotoEngine
-from tests.remote.test_valkey_tls import Authority
 from tests.remote.valkey_servers import SLOTS, Sentinel, Server
 from tests.traces import write_ids
 
