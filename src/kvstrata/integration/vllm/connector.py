@@ -129,7 +129,8 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._decides.hit_sources(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self._decides.give_way(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._decides.give_way()
         return self._decides.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

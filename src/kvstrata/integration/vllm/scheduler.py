@@ -101,7 +101,7 @@ class SchedulerHalf:
         ahead = _steps_ahead(vllm_config)
         self._is_ahead = ahead > 0
         self._in_steps = deque[Sequence[Admitted]](maxlen=1 + ahead)  # to those steps
-        self._has_computed = False  # in the last step
+        self._has_ended = False  # some request, since a step that computed nothing
         self._parked: set[str] = set()  # requests that wait for a load, of whatever connector
         self._rate = PrefillRate(ahead)
         self._rate_told_to = 0  # the connection
@@ -185,15 +185,14 @@ class SchedulerHalf:
     def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
         return self._loads.take_sources(request.request_id)
 
-    def give_way(self, output: SchedulerOutput) -> None:
-        """Before ``plan``: let vLLM send the last tokens before what is left to do for us.
+    def give_way(self) -> None:
+        """Before the ``plan`` of a step that computes nothing: let vLLM send the last tokens first.
 
         It sends them on a thread of its own, which needs the interpreter, and goes on stepping.
         """
-        computes = output.total_num_scheduled_tokens > 0
-        if self._has_computed and not computes and not self._requests:
+        if self._has_ended and not self._requests:
             time.sleep(_GIVE_WAY_SECONDS)
-        self._has_computed = computes
+        self._has_ended = False
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """``build_connector_meta``: what the workers copy in this step."""
@@ -249,6 +248,7 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: BlockIds) -> None:
         """``request_finished``: offer what the last steps completed. Its blocks may be freed."""
         tracked = self._requests.pop(request.request_id, None)
+        self._has_ended = True
         was_aborted = request.status is RequestStatus.FINISHED_ABORTED
         self._rate.ended(request.request_id, was_aborted=was_aborted)
         self._due.forget(request.request_id)
