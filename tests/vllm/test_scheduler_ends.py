@@ -83,8 +83,9 @@ def test_the_last_tokens_leave_before_what_is_left_to_be_saved(
         engine.in_flight.append(output)
         engine.finish_step()
     assert steps[:6] == [(2, 32, 0), (2, 9, 0), (1, 1, 0), (1, 1, 0), (1, 1, 0), (0, 0, 1)], steps
-    assert steps[6:], "nothing was left to be saved"
-    assert set(steps[6:]) == {(0, 0, 0)}, steps
+    assert set(steps[6:]) <= {(0, 0, 0)}, steps  # as many as the saves take
+    engine.half.give_way()
+    assert len(pauses) == 1
 
 
 @in_all_modes
