@@ -273,7 +273,7 @@ def _tile(row_bytes: int, query_bytes: int, most_bytes: int) -> Tile:
             return tile
     raise ConfigError(
         f"a key and its value take {row_bytes} bytes, and a multiprocessor of this GPU has {most_bytes}",
-        hint="set blend_attention to runs, or serve the model in a type of fewer bits",
+        hint="serve the model in a type of fewer bits, or with KVStrataConnector, which does not blend",
     )
 
 
