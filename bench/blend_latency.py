@@ -184,9 +184,12 @@ class Bench:
         in_a_row: int = 1,
         behind: Sequence[int] = (),
     ) -> list[Pair]:
-        """Teach the blending engine documents of their own, then ask both, each some prompts in turn.
+        """Teach the blending engine documents of their own, then ask both, a turn each.
 
-        *behind*: the lengths of new prompts that are asked at the same time, after each.
+        Args:
+            number: Of the turn: who begins changes with it.
+            in_a_row: Prompts of a turn, one after the other.
+            behind: The lengths of new prompts that are asked at the same time, after each.
         """
         size = int(tokens * share) // DOCUMENTS
         documents = [new_tokens(self._random, size) for _ in range(DOCUMENTS)] if size else []

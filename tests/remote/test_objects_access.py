@@ -170,14 +170,6 @@ def test_the_environment_may_put_the_bucket_into_the_host_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneEngine]:
-    engine = RcloneEngine()
-    engine.start(tmp_path_factory.mktemp("engine"))
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoEngine]:
     engine = MotoEngine()
     engine.start(tmp_path_factory.mktemp("engine"))

@@ -38,14 +38,6 @@ ISSUED: Final = {
 }
 
 
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneEngine]:
-    engine = RcloneEngine()
-    engine.start(tmp_path_factory.mktemp("engine"))
-    yield engine
-    engine.stop()
-
-
 @contextmanager
 def issuer(
     answers: Callable[[Request], bytes], authority: Authority | None = None

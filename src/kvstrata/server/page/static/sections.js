@@ -35,8 +35,8 @@ export function showTiers(report, samples, acts) {
     const part = tier.capacity_blocks ? tier.used_blocks / tier.capacity_blocks : 0;
     const said = tier.capacity_blocks ? `${bytes(used)} of ${bytes(room)} · ${percent(part)}` : `${bytes(used)} from here`;
     const waiting = tier.waiting_blocks ? ` · ${whole(tier.waiting_blocks)} blocks to be written` : "";
-    const left = [[tier.uncleared_namespaces, "namespaces"], [tier.unremoved_blocks, "other blocks"]].filter(([count]) => count);
-    const uncleared = left.length ? ` · still to be cleared of ${left.map(([count, what]) => `${whole(count)} ${what}`).join(" and ")}` : "";
+    const left = [[tier.uncleared_namespaces, "namespace"], [tier.unremoved_blocks, "other block"]].filter(([count]) => count);
+    const uncleared = left.length ? ` · still to be cleared of ${left.map(([count, what]) => `${whole(count)} ${what}${count === 1 ? "" : "s"}`).join(" and ")}` : "";
     const breaker = tier.tier === "host" ? null : tier.switched_off
       ? el("span", { class: "badge bad" }, "switched off after failures") : el("span", { class: "badge ok" }, "breaker closed");
     return el("div", { class: "tier", "data-tier": tier.tier },
