@@ -14,7 +14,7 @@ from kvstrata.blend.position import PositionCorrector
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.integration.vllm.blend.moves import TokenMoves
 from kvstrata.integration.vllm.blend.pages import PageMap, Queries, TokenPages
-from kvstrata.integration.vllm.blend.strided import StridedPages, Strides
+from kvstrata.integration.vllm.blend.strided import StridedPages, StridedPairs
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
@@ -90,9 +90,9 @@ def subject(case: Case, device: torch.device, *, strided: bool) -> Subject:
     learned = page_map(case, device)
     if not strided:
         return Subject(TokenPages(attention, rows, learned), cache, rows)
-    strides = Strides.of(learned)
-    assert strides is not None
-    return Subject(StridedPages(attention, rows, learned, strides), cache, rows)
+    pairs = StridedPairs.of(learned)
+    assert pairs is not None
+    return Subject(StridedPages(attention, rows, learned, pairs), cache, rows)
 
 
 def corrector(device: torch.device) -> PositionCorrector:
@@ -141,14 +141,14 @@ def test_queries_make_the_same_of_it(device: torch.device, case: Case) -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_elements_that_lie_otherwise_are_no_strides(device: torch.device) -> None:
+def test_elements_that_lie_otherwise_are_no_pairs(device: torch.device) -> None:
     case = Case(Layer(1, 0, True, True, 4, 0), 2, 1, None, 0)
     learned = page_map(case, device)
     transposed = PageMap(learned.keys.flip(2), learned.values)
     apart = PageMap(learned.keys, learned.values.flip(0))
-    assert Strides.of(learned) is not None
-    assert Strides.of(transposed) is None
-    assert Strides.of(apart) is None
+    assert StridedPairs.of(learned) is not None
+    assert StridedPairs.of(transposed) is None
+    assert StridedPairs.of(apart) is None
 
 
 def test_a_position_that_the_table_has_not_is_refused(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kvstrata.blend import attention
 from kvstrata.blend.attention import attend_by_position, most_attention
 
 TOKENS, SIZE, SCALE = 9, 8, 0.3
@@ -29,33 +28,16 @@ def test_it_is_the_highest_probability_over_probes_and_heads(
     torch.testing.assert_close(most_attention(queries, keys, probes, SCALE, window), expected)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize("at_once", [1, 7, 64])
-def test_all_heads_together_as_on_a_gpu_find_what_one_after_another_do(
-    heads: int, kv_heads: int, window: int | None, at_once: int
-) -> None:
-    drawn = torch.Generator().manual_seed(heads)
-    probes = torch.randperm(500, generator=drawn)[:150]
-    queries = torch.randn(kv_heads, heads // kv_heads, len(probes), SIZE, generator=drawn)
-    keys = torch.randn(500, kv_heads, SIZE, generator=drawn)
-    expected, found = torch.zeros(500), torch.zeros(500)
-    attention._look_by_head(expected, queries, keys, attention._parts(probes, 64, keys, window))
-    parts = attention._parts(probes, at_once, keys, window)
-    attention._look_in_all_heads(found, queries, keys, parts)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("tokens", [500, 5000])  # of more fewer probes are looked at
+@pytest.mark.parametrize("heads", [4, 40, 300])  # of more fewer probes are looked at
 @pytest.mark.parametrize("window", [None, 1, 100])
 def test_probes_that_are_looked_at_some_at_a_time_find_what_each_finds_by_itself(
-    window: int | None, tokens: int
+    window: int | None, heads: int
 ) -> None:
     drawn = torch.Generator().manual_seed(1)
-    probes = torch.randperm(tokens, generator=drawn)[:150]
-    queries = torch.randn(len(probes), 4, SIZE, generator=drawn)
-    keys = torch.randn(tokens, 2, SIZE, generator=drawn)
-    expected = torch.zeros(tokens)
+    probes = torch.randperm(500, generator=drawn)[:150]
+    queries = torch.randn(len(probes), heads, SIZE, generator=drawn)
+    keys = torch.randn(500, 2, SIZE, generator=drawn)
+    expected = torch.zeros(500)
     for query, probe in zip(queries, probes, strict=True):
         alone = most_attention(query[None], keys, probe[None], SCALE, window)
         expected = torch.maximum(expected, alone)

@@ -1,5 +1,6 @@
 """Attention of some tokens of a prompt, wherever they stand, to what stands before them."""
 
+import math
 from typing import Final
 
 import torch
@@ -9,11 +10,11 @@ __all__ = ["attend_by_position", "most_attention"]
 
 # At a time:
 _MOST_PROBES: Final = 64
-_LEAST_CPU_PROBES: Final = 16  # fewer are slower to multiply
-_CPU_PRODUCTS: Final = 1 << 18  # 1 MiB, as a core's cache often has
+_CPU_ROWS: Final = (
+    256  # probes, each of them once for each head: 2 MiB of 2,048 tokens, for a cache
+)
+_CPU_PRODUCTS: Final = 1 << 22  # 16 MiB
 _GPU_PRODUCTS: Final = 1 << 25  # 128 MiB
-
-_Parts = list[tuple[slice, torch.Tensor]]  # which tokens some probes reach, and their mask
 
 
 def attend_by_position(
@@ -40,7 +41,7 @@ def attend_by_position(
         query,
         key,
         value,
-        attn_mask=_seen(positions, len(keys), window),
+        attn_mask=_seen(positions, torch.arange(len(keys), device=keys.device), window),
         scale=scale,
         enable_gqa=True,
     )
@@ -66,64 +67,33 @@ def most_attention(
         window: How many tokens a probe attends to, itself included; None for all before it.
     """
     tokens, kv_heads, _ = keys.shape
-    most = torch.zeros(tokens, device=keys.device)
-    by_group = queries.float().mul(scale).transpose(0, 1).unflatten(0, (kv_heads, -1))
     if keys.device.type == "cpu":
-        look, least, fitting = _look_by_head, _LEAST_CPU_PROBES, _CPU_PRODUCTS // tokens
+        rows = min(_CPU_ROWS, _CPU_PRODUCTS // tokens)
     else:
-        look, least = _look_in_all_heads, 1
-        fitting = _GPU_PRODUCTS // (queries.shape[1] * tokens)
-    at_once = min(_MOST_PROBES, max(least, fitting))
-    look(most, by_group, keys.float(), _parts(probes, at_once, keys, window))
+        rows = _GPU_PRODUCTS // tokens
+    at_once = min(_MOST_PROBES, max(1, rows // queries.shape[1]))
+    by_group = queries.float().mul(scale).unflatten(1, (kv_heads, -1)).transpose(0, 1).contiguous()
+    by_token = keys.float().permute(1, 2, 0)
+    most = torch.zeros(tokens, device=keys.device)
+    # Fresh memory for each would take as long as what is done in it.
+    room = most.new_empty(2, min(at_once, len(probes)) * queries.shape[1] * tokens)
+    for asking, some in zip(by_group.split(at_once, 1), probes.split(at_once), strict=True):
+        least, end = int(some.min()), int(some.max()) + 1
+        first = 0 if window is None else max(0, least + 1 - window)
+        edge = least + 1 if window is None else first  # of those that all of them see
+        unseen = ~_seen(some.to(keys.device), torch.arange(edge, end, device=keys.device), window)
+        shape = (kv_heads, *asking.shape[1:3], end - first)
+        products, paid = room[:, : math.prod(shape)].unflatten(1, shape)
+        torch.bmm(asking.flatten(1, 2), by_token[..., first:end], out=products.flatten(1, 2))
+        products[..., edge - first :].masked_fill_(unseen[:, None], -torch.inf)
+        torch.softmax(products, -1, out=paid)
+        torch.maximum(most[first:end], paid.amax((0, 1, 2)), out=most[first:end])
     return most
 
 
-def _look_by_head(
-    most: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, parts: _Parts
-) -> None:
-    """Raise *most* to what is paid in one head after another: what it takes stays in a cache.
-
-    *queries*: (KV heads, heads of each, probes, head size).
-    """
-    for group, key in zip(queries, keys.unbind(1), strict=True):
-        for head in group:
-            for some, (reach, mask) in zip(_split(head, parts), parts, strict=True):
-                paid = torch.addmm(mask, some, key[reach].T).softmax(-1).amax(0)
-                torch.maximum(most[reach], paid, out=most[reach])
-
-
-def _look_in_all_heads(
-    most: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, parts: _Parts
-) -> None:
-    """As ``_look_by_head``, together: a GPU takes longer to begin than to do what one head is."""
-    for some, (reach, mask) in zip(_split(queries, parts), parts, strict=True):
-        masks = mask.repeat(queries.shape[1], 1)
-        products = torch.baddbmm(masks, some.flatten(1, 2), keys[reach].permute(1, 2, 0))
-        torch.maximum(most[reach], products.softmax(-1).amax((0, 1)), out=most[reach])
-
-
-def _split(queries: torch.Tensor, parts: _Parts) -> tuple[torch.Tensor, ...]:
-    """Those of the probes of each part, (..., probes, head size)."""
-    found: tuple[torch.Tensor, ...] = queries.split([len(mask) for _, mask in parts], -2)
-    return found
-
-
-def _parts(probes: torch.Tensor, at_once: int, keys: torch.Tensor, window: int | None) -> _Parts:
-    """Of some *probes* at a time, which tokens any reaches, and what is added to the products with these."""
-    tokens, found = len(keys), []
-    for some in probes.split(at_once):
-        first = 0 if window is None else max(0, int(some.min()) + 1 - window)
-        reach = slice(first, int(some.max()) + 1)
-        seen = _seen(some.to(keys.device), tokens, window)[:, reach]
-        mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
-        found.append((reach, mask))
-    return found
-
-
-def _seen(positions: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor:
-    """Which of the first *tokens* each of *positions* attends to: bool (positions, tokens)."""
-    each = torch.arange(tokens, device=positions.device)
-    seen = positions[:, None] >= each
+def _seen(positions: torch.Tensor, tokens: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which of *tokens*, by position, each of *positions* attends to: bool (positions, tokens)."""
+    seen = positions[:, None] >= tokens
     if window is not None:
-        seen &= positions[:, None] < each + window
+        seen &= positions[:, None] < tokens + window
     return seen

@@ -18,8 +18,11 @@ def token_pages(
     """As ``learn_page_map`` finds it; on a GPU with kernels, if its elements lie as they read them."""
     page_map = learn_page_map(attention, pages, scratch_block, block_size)
     if pages.device.type != "cpu":
-        from kvstrata.integration.vllm.blend.strided import StridedPages, Strides  # needs triton
+        from kvstrata.integration.vllm.blend.strided import (  # needs triton
+            StridedPages,
+            StridedPairs,
+        )
 
-        if (strides := Strides.of(page_map)) is not None:
-            return StridedPages(attention, pages, page_map, strides)
+        if (pairs := StridedPairs.of(page_map)) is not None:
+            return StridedPages(attention, pages, page_map, pairs)
     return TokenPages(attention, pages, page_map)

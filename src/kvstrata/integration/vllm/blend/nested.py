@@ -96,12 +96,15 @@ class NestedForward:
         self, parts: Sequence[Part], sequences: Sequence[Sequence[tuple[int, int]]]
     ) -> torch.Tensor:
         """*sequences*: of each part, first and end index of what attention is told is one."""
-        lengths, ends, tables = [], [], []
+        lengths, ends = [], []
         for part, its_own in zip(parts, sequences, strict=True):
             for first, last in its_own:
                 lengths.append(last - first)
                 ends.append(int(part.positions[last - 1]) + 1)
-                tables.append(part.device_blocks)
+        of_part = torch.nn.utils.rnn.pad_sequence(
+            [p.device_blocks for p in parts], batch_first=True
+        )
+        tables = of_part.repeat_interleave(torch.tensor([len(each) for each in sequences]), 0)
         # Ids of 64 bits would run a graph that was compiled for 32: vLLM drops torch's guards.
         tokens = torch.cat([part.tokens for part in parts]).to(self._device, torch.int32)
         positions = torch.cat([part.positions + part.shift for part in parts]).to(self._device)
@@ -133,7 +136,7 @@ class NestedForward:
         return found
 
     def _common(
-        self, lengths: list[int], ends: list[int], tables: list[torch.Tensor], slots: torch.Tensor
+        self, lengths: list[int], ends: list[int], tables: torch.Tensor, slots: torch.Tensor
     ) -> CommonAttentionMetadata:
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         starts[1:] = torch.tensor(lengths).cumsum(0)
@@ -147,9 +150,7 @@ class NestedForward:
             num_actual_tokens=len(slots),
             max_query_len=max(lengths),
             max_seq_len=max(ends),
-            block_table_tensor=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(
-                self._device
-            ),
+            block_table_tensor=tables.to(self._device),
             slot_mapping=slots,
             causal=True,
         )

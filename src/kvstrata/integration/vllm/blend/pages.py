@@ -7,7 +7,7 @@ where they turn up is where the elements lie: this works for every layout that o
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from vllm.model_executor.layers.attention import MLAAttention
@@ -23,7 +23,7 @@ from kvstrata.integration.vllm.reach import Reach
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
-__all__ = ["PageMap", "Queries", "TokenPages", "learn_page_map"]
+__all__ = ["PageMap", "Queries", "Strides", "TokenPages", "learn_page_map"]
 
 _UNTOUCHED: Final = -1
 _SEED: Final = 0
@@ -47,6 +47,55 @@ class Queries:
     last: int
 
 
+class Strides(NamedTuple):
+    """Where elements of a page lie in steps; in elements."""
+
+    first: int
+    token: int
+    head: int
+    element: int
+
+    @classmethod
+    def of(cls, places: torch.Tensor) -> "Strides | None":
+        """Of one part of a `PageMap`; None if its elements lie otherwise."""
+        first = places[0, 0, 0]
+        strides = [
+            int(places.movedim(dim, 0)[1, 0, 0] - first) if count > 1 else 1
+            for dim, count in enumerate(places.shape)
+        ]
+        each = (torch.arange(count, device=places.device) for count in places.shape)
+        steps = torch.meshgrid(*each, indexing="ij")
+        found = first + sum(stride * step for stride, step in zip(strides, steps, strict=True))
+        is_found = min(strides) >= 0 and torch.equal(places, found)
+        return cls(int(first), *strides) if is_found else None
+
+
+class _Places:
+    """Where a page has the K or the V of its tokens."""
+
+    def __init__(self, places: torch.Tensor) -> None:
+        """*places*: as in `PageMap`."""
+        self._shape = places.shape
+        self._strides = Strides.of(places)
+        self._index = places.flatten()
+
+    def read(self, pages: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
+        """Of *chosen* ones of *pages*, (pages, elements): (chosen * tokens, heads, head size).
+
+        Of all, in their own memory where that goes, if *chosen* is None.
+        """
+        if self._strides is None:
+            pages = pages if chosen is None else pages.index_select(0, chosen)
+            return pages.index_select(1, self._index).view(-1, *self._shape[1:])
+        first, *strides = self._strides
+        view = pages.as_strided(
+            (len(pages), *self._shape),
+            (pages.stride(0), *strides),
+            pages.storage_offset() + first,
+        )
+        return (view if chosen is None else view.index_select(0, chosen)).flatten(0, 1)
+
+
 class TokenPages:
     """One layer's KV by token: read from pages as the store keeps them, written into slots.
 
@@ -63,7 +112,7 @@ class TokenPages:
         self._writer = writer_of(attention)
         self._pages = pages
         self.tokens = len(page_map.keys)
-        self._keys, self._values = page_map.keys.flatten(), page_map.values.flatten()
+        self._keys, self._values = _Places(page_map.keys), _Places(page_map.values)
 
     @property
     def is_quantised(self) -> bool:
@@ -76,7 +125,8 @@ class TokenPages:
 
     def move(self, pages: torch.Tensor, moves: TokenMoves, corrector: PositionCorrector) -> None:
         """Write tokens of *pages*, uint8 (pages, page bytes), to other places, keys turned."""
-        keys, values = self.read(pages)
+        pages = pages.to(self.device)
+        keys, values = self._read_keys(pages), self._read_values(pages)
         keys, values = keys.index_select(0, moves.rows), values.index_select(0, moves.rows)
         self.write(moves.rotation(corrector).apply(keys), values, moves.slots)
 
@@ -96,21 +146,17 @@ class TokenPages:
             reach.window,
         )
 
-    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, (pages * tokens, heads, head size), of *pages*, uint8 (pages, page bytes).
-
-        Of the cache's dtype, or as float32 if that is quantised.
-        """
-        pages = pages.to(self.device)
-        return self._keys_of(pages), self._values_of(pages)
-
     def copy_blocks(self, device_blocks: torch.Tensor) -> torch.Tensor:
         """The pages of the engine's own *device_blocks*: uint8 (blocks, page bytes)."""
         return self._pages.index_select(0, device_blocks.to(self.device))
 
     def read_blocks(self, device_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the engine's own *device_blocks*, (blocks * tokens, heads, head size)."""
-        return self.read(self.copy_blocks(device_blocks))
+        """K and V of the engine's own *device_blocks*, (blocks * tokens, heads, head size).
+
+        Of the cache's dtype, or as float32 if that is quantised.
+        """
+        chosen = device_blocks.to(self.device)
+        return self._read_keys(self._pages, chosen), self._read_values(self._pages, chosen)
 
     def read_multiplied(self, device_blocks: torch.Tensor) -> torch.Tensor:
         """What queries are multiplied with: K of *device_blocks*, (blocks * tokens, heads, size).
@@ -118,7 +164,7 @@ class TokenPages:
         With MLA the latent, and K behind it.
         """
         if not isinstance(self._attention, MLAAttention):
-            return self._keys_of(self.copy_blocks(device_blocks))
+            return self._read_keys(self._pages, device_blocks.to(self.device))
         keys, latents = self.read_blocks(device_blocks)
         return torch.cat([latents, keys], -1)
 
@@ -134,15 +180,15 @@ class TokenPages:
             slots.to(self.device),
         )
 
-    def _keys_of(self, pages: torch.Tensor) -> torch.Tensor:
-        kept = pages.view(self._elements.page_type).index_select(1, self._keys)
+    def _read_keys(self, pages: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        kept = self._keys.read(pages.view(self._elements.page_type), chosen)
         scale, _ = scales_of(self._attention)
-        return self._elements.read(kept.view(-1, *self._writer.key_shape), scale)
+        return self._elements.read(kept, scale)
 
-    def _values_of(self, pages: torch.Tensor) -> torch.Tensor:
-        kept = pages.view(self._elements.page_type).index_select(1, self._values)
+    def _read_values(self, pages: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        kept = self._values.read(pages.view(self._elements.page_type), chosen)
         _, scale = scales_of(self._attention)
-        return self._elements.read(kept.view(-1, *self._writer.value_shape), scale)
+        return self._elements.read(kept, scale)
 
 
 def learn_page_map(
