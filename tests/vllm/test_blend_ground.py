@@ -9,6 +9,7 @@ import pytest
 from tests.machines import is_nightly
 from tests.vllm.engine import ROUNDED_ALIKE, TWO_WORKERS, Engine, bound_to_cores
 from tests.vllm.tiny_deepseek import QUERY, with_amx, write_deepseek
+from tests.vllm.tiny_glm4 import write_glm4
 
 from kvstrata.integration.vllm.tiny_model import TinyLlama, write_tiny_llama
 
@@ -63,6 +64,7 @@ USUAL_ROPES = ("llama3", "yarn")
                 pytest.param(("heads-of-32", FP8), id="bfloat16-fp8"),
                 pytest.param(("float32", FP8 | {"kv_cache_dtype": "fp8_e5m2"}), id="fp8-e5m2"),
                 pytest.param(("float32", FP8 | TWO_WORKERS), id="fp8-two"),
+                pytest.param(("glm4", EAGER), id="glm4"),
                 pytest.param(("latents", COMPILED), id="latents-compiled", marks=with_amx),
                 pytest.param(("latents", TWO_WORKERS), id="latents-two", marks=with_amx),
             )
@@ -89,6 +91,8 @@ def told(
             model = write_tiny_llama(folder / "model", scaled)
         case "latents":
             write_deepseek(model := folder / "model")
+        case "glm4":
+            model = write_glm4(folder / "model")
         case "heads-of-32":
             model = write_tiny_llama(folder / "model", TinyLlama(dtype="bfloat16"))
         case _:
