@@ -1,6 +1,5 @@
 """Where the documents of a prompt were seen before, and the prompt with the KV that they had there."""
 
-from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -31,11 +30,9 @@ class Before(NamedTuple):
     stored: BlendedPrompts  # exact prefix, and the documents' KV as it was at its old place
     plan: BlendPlan
 
-    def reused(
-        self, model: Llama, *, corrected: bool, scored: Sequence[int] | None = None
-    ) -> BlendedPrompts:
+    def reused(self, model: Llama, *, corrected: bool) -> BlendedPrompts:
         """A copy of what is stored, with the keys moved to their positions if *corrected*."""
-        prompts = BlendedPrompts(model, self.stored.tokens, scored)
+        prompts = BlendedPrompts(model, self.stored.tokens)
         prompts.keys.copy_(self.stored.keys)
         prompts.values.copy_(self.stored.values)
         if corrected:

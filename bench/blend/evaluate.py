@@ -38,7 +38,6 @@ class Candidate(NamedTuple):
     ratio: float | None  # None: not the rule's to choose
     rule_of: Callable[[int], Rule] | None  # by the number of the prompt
     corrected: bool = True
-    scored: tuple[int, ...] | None = None  # layers, if not those of the product
 
 
 class Row(NamedTuple):
@@ -114,16 +113,19 @@ def _with_ratio(ratio: float, layers: int) -> Iterator[Candidate]:
     for layer in range(1, layers - 1):
         hkvd = HkvdRule(ratio, layer=layer, layers=layers, sink_tokens=0)
         yield Candidate(f"HKVD, layer {layer} (CacheBlend)", ratio, always(hkvd))
-    share = (scored_layers(layers)[-1] + 1) / layers
-    query = QueryRule(ratio, sink_tokens=0, scored_share=share)
+    own = scored_layers(layers)
+    query = QueryRule(ratio, scored=own, layers=layers, sink_tokens=0)
     yield Candidate("query", ratio, always(query))
-    two_round = TwoRoundQueryRule(ratio, sink_tokens=0, scored_share=share)
+    two_round = TwoRoundQueryRule(ratio, scored=own, layers=layers, sink_tokens=0)
     yield Candidate(TWO_ROUND, ratio, always(two_round))
-    with_first = TwoRoundQueryRule(ratio, scored_share=share)
+    with_first = TwoRoundQueryRule(ratio, scored=own, layers=layers)
     yield Candidate(f"{TWO_ROUND}, with first 4", ratio, always(with_first))
-    every = TwoRoundQueryRule(ratio, sink_tokens=0)
-    title = f"{TWO_ROUND}, all layers"
-    yield Candidate(title, ratio, always(every), scored=tuple(range(layers)))
+    for first in range(1, layers - 1):
+        pair = (first, first + 1)
+        later = TwoRoundQueryRule(ratio, scored=pair, layers=layers, sink_tokens=0)
+        yield Candidate(f"{TWO_ROUND}, layers {first} and {first + 1}", ratio, always(later))
+    every = TwoRoundQueryRule(ratio, scored=tuple(range(layers)), layers=layers, sink_tokens=0)
+    yield Candidate(f"{TWO_ROUND}, all layers", ratio, always(every))
 
 
 def always(rule: Rule) -> Callable[[int], Rule]:
@@ -160,7 +162,7 @@ def _answers(
         tally.work_tokens += prompts * (len(plan.approximate) + QUESTIONS)
         return before.full_logits
     rule_of = line.rule_of
-    blended = before.reused(model, corrected=line.corrected, scored=line.scored)
+    blended = before.reused(model, corrected=line.corrected)
     recomputed = blend(blended, plan, lambda number: rule_of(first_prompt + number))
     tally.recomputed_tokens += sum(int((each < plan.asking_from).sum()) for each in recomputed)
     tally.work_tokens += prompts * (rule_of(0).work_tokens(plan) + plan.prompt_tokens - plan.end)

@@ -9,7 +9,6 @@ import torch
 from bench.blend.model import Llama
 
 from kvstrata.blend.plan import BlendPlan, Positions
-from kvstrata.blend.rules import scored_layers
 from kvstrata.blend.selection import (
     Recompute,
     Rule,
@@ -29,12 +28,9 @@ class BlendedPrompts:
     position, and zeros where nothing was put yet. Running a token writes its row.
     """
 
-    def __init__(
-        self, model: Llama, tokens: torch.Tensor, scored: Sequence[int] | None = None
-    ) -> None:
-        """*tokens*: int64 (prompts, tokens); *scored*: layers, by default those of the product."""
+    def __init__(self, model: Llama, tokens: torch.Tensor) -> None:
+        """*tokens*: int64 (prompts, tokens)."""
         shape = model.shape
-        self._scored = tuple(scored or scored_layers(shape.layers))
         self.tokens = tokens
         self.keys = torch.zeros(shape.layers, *tokens.shape, shape.heads, shape.head_dim)
         self.values = torch.zeros_like(self.keys)
@@ -57,10 +53,10 @@ class BlendedPrompts:
             case Recompute():
                 self._forward(positions, self._model.shape.layers)
                 scores = torch.zeros(len(steps), 0)
-            case ScoreAttention():
+            case ScoreAttention(layers=looked_at):
                 probes = [step.probes for step in steps if isinstance(step, ScoreAttention)]
                 asking = torch.from_numpy(np.stack(probes))
-                _, scores = self._forward(positions, self._scored[-1] + 1, asking)
+                _, scores = self._forward(positions, looked_at[-1] + 1, asking, looked_at)
             case ScoreDeviation(layer=layer):
                 before = self.keys[layer].clone(), self.values[layer].clone()
                 self._forward(positions, layer + 1)
@@ -71,12 +67,16 @@ class BlendedPrompts:
         return list(scores.numpy())
 
     def _forward(
-        self, positions: torch.Tensor, layers: int, probes: torch.Tensor | None = None
+        self,
+        positions: torch.Tensor,
+        layers: int,
+        probes: torch.Tensor | None = None,
+        looked_at: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """State behind the first *layers* of *positions*, and the most attention paid by *probes*.
 
-        Both arguments are int64 (prompts, some); the state is (prompts, positions, hidden), the
-        attention in the scored layers (prompts, tokens).
+        Both are int64 (prompts, some); the state is (prompts, positions, hidden), the attention, in
+        the layers *looked_at*, (prompts, tokens).
         """
         body = self._model.model
         every = torch.arange(self.tokens.shape[1])
@@ -95,7 +95,7 @@ class BlendedPrompts:
             scale = 1 / math.sqrt(keys.shape[-1])
             weights = torch.einsum("pqhd,pthd->phqt", queries * scale, keys)
             weights = weights.masked_fill_(behind, -math.inf).softmax(-1)
-            if asks is not None and number in self._scored:
+            if asks is not None and number in looked_at:
                 most = torch.maximum(most, (weights * asks).amax((1, 2)))
             attended = torch.einsum("phqt,pthd->pqhd", weights, values)
             state = layer.finished(state, attended)

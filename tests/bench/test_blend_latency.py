@@ -60,9 +60,10 @@ def test_every_shape_of_the_mix_has_eight_pairs_in_the_five_rounds_of_it() -> No
 
 
 def test_what_choosing_takes_is_counted_in_tokens_through_the_layers_that_are_scored() -> None:
-    # 53 tokens that ask and stand between, 24 first ones and half of the 299 that are chosen, through
-    # the first 3 of 12 layers.
-    assert scoring_share(12, 32) == pytest.approx(0.25 * (53 + 24 + 149.5) / 2050, rel=0.01)
+    # 53 tokens that ask and stand between and 24 first ones, through the first 3 of 12 layers, and half
+    # of the 299 that are chosen, through 2.
+    expected = (3 * (53 + 24) + 2 * 149.5) / 12 / 2050
+    assert scoring_share(12, 32) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_report_says_which_bounds_are_met() -> None:

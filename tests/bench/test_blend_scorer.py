@@ -96,7 +96,7 @@ def test_moved_keys_of_the_first_layer_are_exact(
 @pytest.mark.parametrize(
     "rule",
     [
-        TwoRoundQueryRule(0.1),
+        TwoRoundQueryRule(0.1, scored=(0, 1), layers=2),
         HkvdRule(0.1, layer=1, layers=4),
         BoundaryRule(first_tokens=1, last_tokens=0),
     ],

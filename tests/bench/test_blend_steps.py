@@ -19,8 +19,8 @@ def test_steps_are_timed_by_kind_and_only_within(monkeypatch: pytest.MonkeyPatch
     untimed = StepRunner.run
     runner = StepRunner.__new__(StepRunner)
     with Timed() as timed:
-        runner.run([], [ScoreAttention(SOME, SOME)])
-        runner.run([], [ScoreAttention(SOME, SOME)])
+        runner.run([], [ScoreAttention(SOME, SOME, (0,))])
+        runner.run([], [ScoreAttention(SOME, SOME, (0,))])
         runner.run([], [Recompute(SOME)])
     assert len(ran) == 3
     assert timed.seconds.keys() == {"choose", "recompute"}

@@ -24,8 +24,12 @@ from kvstrata.blend.selection import (
 RULES: dict[str, Callable[[float, int], Rule]] = {
     "random": lambda ratio, sinks: RandomRule(ratio, seed=5, sink_tokens=sinks),
     "hkvd": lambda ratio, sinks: HkvdRule(ratio, layer=3, layers=4, sink_tokens=sinks),
-    "query": lambda ratio, sinks: QueryRule(ratio, sink_tokens=sinks, probe_tokens=3),
-    "two rounds": lambda ratio, sinks: TwoRoundQueryRule(ratio, sink_tokens=sinks),
+    "query": lambda ratio, sinks: QueryRule(
+        ratio, scored=(0,), layers=1, sink_tokens=sinks, probe_tokens=3
+    ),
+    "two rounds": lambda ratio, sinks: TwoRoundQueryRule(
+        ratio, scored=(0,), layers=1, sink_tokens=sinks
+    ),
 }
 rule_makers = st.sampled_from(sorted(RULES)).map(RULES.__getitem__)
 ratios = st.one_of(st.sampled_from([0.0, 0.05, 0.15, 0.3, 1.0]), st.floats(0, 1))

@@ -238,10 +238,9 @@ def attention_reaches_its_window(ground: Ground) -> dict[str, Any]:
             list(ground.layers.values()),
             list(ground.attention.values()),
             ground.taps,
-            (number,),
             SimpleNamespace(world_size=1),
         )
-        step = ScoreAttention(last.numpy(), last.numpy())
+        step = ScoreAttention(last.numpy(), last.numpy(), (number,))
         (scores,) = runner.run([Prompt(tokens, blocks)], [step])
         first = count - window
         told[str(number)] = {
@@ -386,7 +385,6 @@ def steps_of_several_prompts(ground: Ground) -> dict[str, Any]:
         list(ground.layers.values()),
         list(ground.attention.values()),
         ground.taps,
-        (0, 1),
         SimpleNamespace(world_size=1),  # no other rank is asked
     )
     size = ground.block_size
@@ -396,7 +394,7 @@ def steps_of_several_prompts(ground: Ground) -> dict[str, Any]:
     ]
     some = [np.array([0, 5, 6, 40]), np.arange(1, 3 * size, 7)]
     kinds: dict[str, Callable[[Positions], Step]] = {
-        "attention": lambda positions: ScoreAttention(positions, positions[1:]),
+        "attention": lambda positions: ScoreAttention(positions, positions[1:], (0, 1)),
         "deviation": lambda positions: ScoreDeviation(positions, 1),
         "recompute": Recompute,
     }

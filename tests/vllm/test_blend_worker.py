@@ -76,7 +76,7 @@ ALONE: Any = SimpleNamespace(world_size=1)
 
 
 def two_rounds(ratio: float) -> Rule:
-    return TwoRoundQueryRule(ratio, sink_tokens=0)
+    return TwoRoundQueryRule(ratio, scored=(0,), layers=1, sink_tokens=0)
 
 
 def worker_of(
@@ -275,7 +275,7 @@ def test_no_forward_has_more_tokens_than_the_engine_has_memory_for() -> None:
     ("step", "layers"),
     [
         (Recompute(np.arange(9)), 12),
-        (ScoreAttention(np.arange(9), np.arange(2)), 3),
+        (ScoreAttention(np.arange(9), np.arange(2), (1, 2)), 3),
         (ScoreDeviation(np.arange(9), 4), 5),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_step_goes_through_the_layers_up_to_the_last_that_it_looks_at(
     step: Step, layers: int
 ) -> None:
     twelve: list[Any] = [None] * 12
-    runner = StepRunner(SimpleNamespace(), twelve, twelve, SimpleNamespace(), (1, 2), ALONE)  # type: ignore[arg-type]  # counted, not run
+    runner = StepRunner(SimpleNamespace(), twelve, twelve, SimpleNamespace(), ALONE)  # type: ignore[arg-type]  # counted, not run
     assert (runner.layers, runner.layers_of(step)) == (12, layers)
 
 
@@ -452,9 +452,9 @@ def test_a_rank_that_cannot_score_its_heads_does_not_leave_the_other_waiting(
             until=lambda last, wanted: nullcontext({0: torch.ones(8, 1, 4)}),
             multiplied=lambda number, queries: queries,
         )
-        runner = StepRunner(nested, [pages], [layer], taps, (0,), ranks)
+        runner = StepRunner(nested, [pages], [layer], taps, ranks)
         try:
-            (scores,) = runner.run([prompt], [ScoreAttention(positions, positions[-1:])])
+            (scores,) = runner.run([prompt], [ScoreAttention(positions, positions[-1:], (0,))])
         except MemoryError:
             return "failed"
         assert scores.tolist() == [0.125] * 8
@@ -491,7 +491,7 @@ class Heads:
     def runner(self) -> StepRunner:
         model: Any = self
         taps: Any = SimpleNamespace(until=lambda last, wanted: nullcontext({}))
-        return StepRunner(model, [model], [], taps, (), self.ranks)
+        return StepRunner(model, [model], [], taps, self.ranks)
 
 
 def test_a_rank_that_cannot_read_what_was_there_does_not_leave_the_other_in_the_forward(
@@ -563,7 +563,7 @@ class AttendingHeads:
             until=lambda last, wanted: nullcontext(self.queries),
             multiplied=lambda number, queries: queries,
         )
-        return StepRunner(model, [model], [layer], taps, (0,), self.ranks)
+        return StepRunner(model, [model], [layer], taps, self.ranks)
 
 
 def test_both_ranks_choose_in_both_rounds_what_any_head_of_either_attends_to_most(
@@ -575,7 +575,9 @@ def test_both_ranks_choose_in_both_rounds_what_any_head_of_either_attends_to_mos
     of_rank[1, [50, 51]] = 9.0
 
     def run(rank: int, ranks: Any) -> list[list[int]]:
-        return forwards_of(AttendingHeads(of_rank[rank], ranks), TwoRoundQueryRule(0.1))
+        return forwards_of(
+            AttendingHeads(of_rank[rank], ranks), TwoRoundQueryRule(0.1, scored=(0,), layers=1)
+        )
 
     one, other = two_ranks.run(run)
     assert one == other

@@ -26,6 +26,7 @@ __all__ = [
     "QueryRule",
     "RandomRule",
     "TwoRoundQueryRule",
+    "scored_again",
     "scored_layers",
 ]
 
@@ -41,6 +42,16 @@ def scored_layers(layers: int) -> tuple[int, ...]:
     behind add nothing to what these see, and a round costs what is run up to the last.
     """
     return tuple(sorted({layers // 8, min(layers // 8 + 1, layers - 1)}))
+
+
+def scored_again(scored: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the *scored* layers at which a second round looks: up to the first with a context.
+
+    It runs many tokens, and on the shipped model the layers behind add little to what that one sees.
+    What a token is to the model's first layer does not depend on those before it.
+    """
+    last = next((layer for layer in scored if layer > 0), scored[-1])
+    return tuple(layer for layer in scored if layer <= last)
 
 
 class BoundaryRule(Rule):
@@ -131,24 +142,26 @@ class QueryRule(Rule):
         self,
         ratio: float = _BALANCED,
         *,
+        scored: tuple[int, ...],
+        layers: int,
         sink_tokens: int = SINK_TOKENS,
         probe_tokens: int = PROBE_TOKENS,
-        scored_share: float = 1.0,
     ) -> None:
         """
         Args:
+            scored: In which layers attention is looked at, from 0, ascending.
+            layers: How many the model has.
             probe_tokens: How many of the last tokens of the prompt ask.
-            scored_share: Of the model's layers, those up to the last that is scored; for
-                ``work_tokens``.
         """
-        if probe_tokens < 1 or not 0 < scored_share <= 1:
+        if probe_tokens < 1 or not scored or not 0 <= scored[0] <= scored[-1] < layers:
             raise ConfigError(
-                f"{probe_tokens} tokens cannot ask {scored_share:g} of the layers",
-                hint="let at least one token ask, and a share of the layers above 0, at most 1",
+                f"{probe_tokens} tokens cannot ask the layers {list(scored)} of {layers}",
+                hint=f"let at least one token ask, and layers from 0 to {layers - 1}",
             )
         super().__init__(ratio, first_tokens=sink_tokens)
         self._probe_tokens = probe_tokens
-        self._scored_share = scored_share
+        self._looked_at = [scored, *[scored_again(scored)] * (self.rounds - 1)]
+        self._layers = layers
 
     def _chosen(
         self, plan: BlendPlan, offer: Offer, allocated_tokens: int
@@ -160,8 +173,8 @@ class QueryRule(Rule):
         asking = np.arange(plan.asking_from, allocated_tokens)
         run, probes = np.union1d(offer.mandatory, asking), asking[-self._probe_tokens :]
         scores, chosen = np.zeros(allocated_tokens, np.float32), _NO_POSITION
-        for number in range(1, self.rounds + 1):
-            scores = np.maximum(scores, (yield ScoreAttention(run, probes)))
+        for number, layers in enumerate(self._looked_at, 1):
+            scores = np.maximum(scores, (yield ScoreAttention(run, probes, layers)))
             rest = np.setdiff1d(offer.candidates, chosen, assume_unique=True)
             due = -(-offer.budget * number // self.rounds) - len(chosen)
             run = probes = highest(scores, rest, due)
@@ -169,17 +182,16 @@ class QueryRule(Rule):
         return chosen
 
     def _scoring_tokens(self, plan: BlendPlan, offer: Offer) -> float:
-        behind = plan.prompt_tokens - plan.end
-        before_last = offer.budget * (self.rounds - 1) / self.rounds
-        run = len(offer.mandatory) + behind + before_last
-        return self._scored_share * run
+        first, *others = ((layers[-1] + 1) / self._layers for layers in self._looked_at)
+        asked_first = len(offer.mandatory) + plan.prompt_tokens - plan.end
+        return first * asked_first + sum(others) * offer.budget / self.rounds
 
 
 class TwoRoundQueryRule(QueryRule):
     """``QueryRule`` with half of the tokens, and then what they and the prompt's end attend to.
 
     A token that matters only through another, which was itself computed without it, is seen in the
-    second round alone.
+    second round alone; that looks at fewer layers (`scored_again`).
     """
 
     rounds: ClassVar[int] = 2

@@ -50,12 +50,13 @@ class Recompute:
 class ScoreAttention:
     """Run *positions*; a token's score is the most attention that a probe has paid it.
 
-    That is the highest probability over probes, heads (of all ranks) and the scored layers. Layers
-    behind the last of these can be left out: all that was run is recomputed or written over later.
+    That is the highest probability over probes, heads (of all ranks) and *layers*. Those behind
+    the last of these can be left out: all that was run is recomputed or written over later.
     """
 
     positions: Positions
     probes: Positions  # those among *positions* whose queries ask
+    layers: tuple[int, ...]  # numbers, ascending
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,6 +86,8 @@ def same_kind(step: Step, other: Step) -> bool:
     """Whether both, of different prompts, can be run in one forward."""
     if isinstance(step, ScoreDeviation) and isinstance(other, ScoreDeviation):
         return step.layer == other.layer
+    if isinstance(step, ScoreAttention) and isinstance(other, ScoreAttention):
+        return step.layers == other.layers
     return type(step) is type(other)
 
 
@@ -102,9 +105,10 @@ def split(step: Step, tokens: int) -> tuple[Step, Step | None]:
     match step:
         case Recompute():
             return Recompute(head), Recompute(rest)
-        case ScoreAttention(probes=probes):
+        case ScoreAttention(probes=probes, layers=layers):
             cut = int(np.searchsorted(probes, rest[0]))
-            return ScoreAttention(head, probes[:cut]), ScoreAttention(rest, probes[cut:])
+            first = ScoreAttention(head, probes[:cut], layers)
+            return first, ScoreAttention(rest, probes[cut:], layers)
         case ScoreDeviation(layer=layer):
             return ScoreDeviation(head, layer), ScoreDeviation(rest, layer)
         case _:

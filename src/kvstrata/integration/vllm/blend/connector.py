@@ -26,7 +26,7 @@ from kvstrata.integration.vllm.blend.layers import token_pages
 from kvstrata.integration.vllm.blend.model import calling_model
 from kvstrata.integration.vllm.blend.nested import NestedForward
 from kvstrata.integration.vllm.blend.ropes import check_ropes, correctors
-from kvstrata.integration.vllm.blend.rules import layers_to_score, not_followed, rule_of
+from kvstrata.integration.vllm.blend.rules import not_followed, rule_of
 from kvstrata.integration.vllm.blend.scheduler import BlendScheduler
 from kvstrata.integration.vllm.blend.scorer import StepRunner
 from kvstrata.integration.vllm.blend.supported import refuse_engine
@@ -166,7 +166,6 @@ class BlendConnector(KVStrataConnector):
             list(layers.values()),
             list(attention.values()),
             taps,
-            layers_to_score(self._config, len(layers)),
             ranks,
         )
         return BlendWorker(

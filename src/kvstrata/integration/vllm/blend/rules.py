@@ -39,8 +39,7 @@ def layers_to_score(config: Config, layers: int) -> tuple[int, ...]:
 
 
 def rule_of(config: Config, ratio: float, layers: int) -> Rule:
-    last = layers_to_score(config, layers)[-1]
-    scored_share = (last + 1) / layers
+    scored = layers_to_score(config, layers)
     first = config.recompute_first_tokens
     match config.blend_rule:
         case "boundary":
@@ -51,11 +50,11 @@ def rule_of(config: Config, ratio: float, layers: int) -> Rule:
         case "random":
             return RandomRule(ratio, seed=_SEED, sink_tokens=first)
         case "hkvd":
-            return HkvdRule(ratio, layer=last, layers=layers, sink_tokens=first)
+            return HkvdRule(ratio, layer=scored[-1], layers=layers, sink_tokens=first)
         case "query":
-            return QueryRule(ratio, sink_tokens=first, scored_share=scored_share)
+            return QueryRule(ratio, scored=scored, layers=layers, sink_tokens=first)
         case "two_round_query":
-            return TwoRoundQueryRule(ratio, sink_tokens=first, scored_share=scored_share)
+            return TwoRoundQueryRule(ratio, scored=scored, layers=layers, sink_tokens=first)
 
 
 def why_not_followed(config: Config, ratio: float) -> str | None:

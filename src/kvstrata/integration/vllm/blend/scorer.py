@@ -43,14 +43,12 @@ class StepRunner:
         layers: list[TokenPages],
         attention: list["Attention"],
         taps: AttentionTaps,
-        scored: tuple[int, ...],
         ranks: GroupCoordinator,
     ) -> None:
-        """*taps*: of *attention*; *scored*: the numbers of the layers whose attention counts."""
+        """*taps*: of *attention*."""
         self._nested = nested
         self._layers = layers
         self._attention = attention
-        self._scored = scored
         self._ranks = ranks
         self._taps = taps
 
@@ -69,8 +67,8 @@ class StepRunner:
         match step:
             case Recompute():
                 return self.layers
-            case ScoreAttention():
-                return self._scored[-1] + 1
+            case ScoreAttention(layers=looked_at):
+                return looked_at[-1] + 1
             case ScoreDeviation(layer=last):
                 return last + 1
 
@@ -81,11 +79,11 @@ class StepRunner:
             case Recompute():
                 self._forward(prompts, positions, len(self._layers) - 1)  # the state is nobody's
                 return [np.empty(0, np.float32) for _ in steps]
-            case ScoreAttention():
+            case ScoreAttention(layers=looked_at):
                 probes = [
                     torch.from_numpy(s.probes) for s in steps if isinstance(s, ScoreAttention)
                 ]
-                return self._attention_scores(prompts, positions, probes)
+                return self._attention_scores(prompts, positions, probes, looked_at)
             case ScoreDeviation(layer=layer):
                 return self._deviations(prompts, positions, layer)
 
@@ -116,8 +114,9 @@ class StepRunner:
         prompts: Sequence[Prompt],
         positions: Sequence[torch.Tensor],
         probes: Sequence[torch.Tensor],
+        layers: tuple[int, ...],
     ) -> list[Scores]:
-        queries = self._forward(prompts, positions, self._scored[-1], self._scored)
+        queries = self._forward(prompts, positions, layers[-1], layers)
         scores = [torch.zeros(len(prompt.tokens)) for prompt in prompts]
         with self._over_ranks(scores, torch.distributed.ReduceOp.MAX):
             for number, query in queries.items():
