@@ -22,13 +22,23 @@ from kvstrata.blend.rules import (
 from kvstrata.blend.selection import Rule
 from kvstrata.core.blend_fields import RECOMPUTE_RATIOS
 
-__all__ = ["FULL", "NO_RECOMPUTE", "TWO_ROUND", "Candidate", "Row", "candidates", "evaluate"]
+__all__ = [
+    "DEEPER",
+    "FULL",
+    "NO_RECOMPUTE",
+    "TWO_ROUND",
+    "Candidate",
+    "Row",
+    "candidates",
+    "evaluate",
+]
 
 DOCUMENTS: Final = 6
 BATCH_PROMPTS: Final = 64
 FULL: Final = "full recompute"
 NO_RECOMPUTE: Final = "no recompute"
 TWO_ROUND: Final = "two-round query"
+DEEPER: Final = "two-round query, layers 1 and 2, then 1"  # as of a deeper model
 
 
 class Candidate(NamedTuple):
@@ -120,12 +130,17 @@ def _with_ratio(ratio: float, layers: int) -> Iterator[Candidate]:
     yield Candidate(TWO_ROUND, ratio, always(two_round))
     with_first = TwoRoundQueryRule(ratio, scored=own, layers=layers)
     yield Candidate(f"{TWO_ROUND}, with first 4", ratio, always(with_first))
-    for first in range(1, layers - 1):
-        pair = (first, first + 1)
-        later = TwoRoundQueryRule(ratio, scored=pair, layers=layers, sink_tokens=0)
-        yield Candidate(f"{TWO_ROUND}, layers {first} and {first + 1}", ratio, always(later))
-    every = TwoRoundQueryRule(ratio, scored=tuple(range(layers)), layers=layers, sink_tokens=0)
-    yield Candidate(f"{TWO_ROUND}, all layers", ratio, always(every))
+    rounds: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        DEEPER: ((1, 2), (1,)),
+        "two-round query, layers 1 and 2, again": ((1, 2), (1, 2)),
+        "two-round query, layers 1 and 2, then 2": ((1, 2), (2,)),
+        f"{TWO_ROUND}, all layers": (tuple(range(layers)), tuple(range(layers))),
+    }
+    for title, (scored, again) in rounds.items():
+        rule = TwoRoundQueryRule(
+            ratio, scored=scored, layers=layers, scored_again=again, sink_tokens=0
+        )
+        yield Candidate(title, ratio, always(rule))
 
 
 def always(rule: Rule) -> Callable[[int], Rule]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvstrata.blend import attention
 from kvstrata.blend.attention import attend_by_position, most_attention
 
 TOKENS, SIZE, SCALE = 9, 8, 0.3
@@ -28,11 +29,14 @@ def test_it_is_the_highest_probability_over_probes_and_heads(
     torch.testing.assert_close(most_attention(queries, keys, probes, SCALE, window), expected)
 
 
-@pytest.mark.parametrize("heads", [4, 40, 300])  # of more fewer probes are looked at
+@pytest.mark.parametrize(
+    ("heads", "most_products"), [(4, 1 << 22), (40, 1 << 22), (300, 1 << 22), (4, 500 * 4 * 7)]
+)  # of more fewer probes are looked at
 @pytest.mark.parametrize("window", [None, 1, 100])
 def test_probes_that_are_looked_at_some_at_a_time_find_what_each_finds_by_itself(
-    window: int | None, heads: int
+    window: int | None, heads: int, most_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention, "_CPU_PRODUCTS", most_products)
     drawn = torch.Generator().manual_seed(1)
     probes = torch.randperm(500, generator=drawn)[:150]
     queries = torch.randn(len(probes), heads, SIZE, generator=drawn)

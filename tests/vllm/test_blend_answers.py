@@ -22,7 +22,8 @@ BLOCK_TOKENS = 32  # the least that vLLM's attention on a CPU takes
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    """That computes so many first tokens of each run anew."""
+    """That computes so many first tokens of each run anew, and by these layers, if any are named."""
+    first_tokens, *layers = request.param
     folder = tmp_path_factory.mktemp("answers")
     transfer = {
         "kv_connector": "BlendConnector",
@@ -38,7 +39,8 @@ def engine(
             "blend_min_saved_tokens": 0,
             "blend_min_saved_share": 0,
             "blend_if_slower": True,
-            "recompute_first_tokens": request.param,
+            "recompute_first_tokens": first_tokens,
+            "blend_scored_layers": layers,
             "blend_audit_share": 0,
             "lookup_timeout_seconds": 30,
             "load_timeout_seconds": 30,
@@ -105,7 +107,7 @@ def accuracy(engine: Engine, drawn: Prompts, blend: object, name: str) -> float:
     return float(np.mean(np.array(said) == drawn.targets[:, -1]))
 
 
-@pytest.mark.parametrize("engine", [0], indirect=True)
+@pytest.mark.parametrize("engine", [(0,), (0, 1, 2)], ids=["0", "as a deeper model"], indirect=True)
 def test_with_no_first_tokens_the_ratio_is_all_that_is_computed(engine: Engine) -> None:
     drawn = questions()
     teach(engine, drawn)
@@ -115,7 +117,7 @@ def test_with_no_first_tokens_the_ratio_is_all_that_is_computed(engine: Engine) 
     assert balanced.accuracy >= 0.97
 
 
-@pytest.mark.parametrize("engine", [4], indirect=True)
+@pytest.mark.parametrize("engine", [(4,)], ids=["4"], indirect=True)
 def test_one_question_across_documents_is_answered_as_after_a_whole_prefill(engine: Engine) -> None:
     drawn = questions()
     teach(engine, drawn)

@@ -189,6 +189,36 @@ def test_requests_share_forwards_but_for_the_block_of_what_has_none() -> None:
     ]
 
 
+def test_rounds_that_look_at_other_layers_share_no_forward() -> None:
+    rule = partial(TwoRoundQueryRule, scored=(1, 2), layers=4, sink_tokens=0)
+    worker = worker_of(runner := Recorder(), rule=rule)
+    for name, exact_blocks in (("older", 1), ("younger", 2)):
+        worker.begin(request(name, exact_blocks), SERVER)
+    assert len(worker.advance(SLOTS, 1000, 1000)) == 2
+    assert runner.forwards == [
+        [("score", 72, 128)],
+        [("score", 32, 3)],
+        [("score", 104, 96)],
+        [("score", 64, 3)],
+        [("recompute", 32, 126), ("recompute", 64, 94)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reaches_differ", "looked_at"), [(False, [(1, 2), (1,)]), (True, [(1, 2), (1, 2)])]
+)
+def test_where_some_layers_have_windows_a_second_round_looks_at_all_of_its_layers(
+    reaches_differ: bool, looked_at: list[tuple[int, ...]]
+) -> None:
+    rule = rule_of(load_config({}, environ={}), 0.15, 12, reaches_differ=reaches_differ)
+    selection = rule.select(request("one", 1).plan, 192 + 8)
+    found = []
+    while isinstance(step := selection.step, ScoreAttention):
+        found.append(step.layers)
+        selection.advance(np.zeros(200, np.float32))
+    assert found == looked_at
+
+
 @pytest.mark.parametrize(
     ("settings", "forwards"),
     [

@@ -10,11 +10,11 @@ __all__ = ["attend_by_position", "most_attention"]
 
 # At a time:
 _MOST_PROBES: Final = 64
-_CPU_ROWS: Final = (
-    256  # probes, each of them once for each head: 2 MiB of 2,048 tokens, for a cache
-)
-_CPU_PRODUCTS: Final = 1 << 22  # 16 MiB
-_GPU_PRODUCTS: Final = 1 << 25  # 128 MiB
+# Probes, each of them once for each head: products of 2 MiB with 2,048 tokens, and as many
+# probabilities, as a processor's cache may have.
+_CPU_ROWS: Final = 256
+_CPU_PRODUCTS: Final = 1 << 22
+_GPU_PRODUCTS: Final = 1 << 25
 
 
 def attend_by_position(
@@ -77,11 +77,15 @@ def most_attention(
     most = torch.zeros(tokens, device=keys.device)
     # Fresh memory for each would take as long as what is done in it.
     room = most.new_empty(2, min(at_once, len(probes)) * queries.shape[1] * tokens)
-    for asking, some in zip(by_group.split(at_once, 1), probes.split(at_once), strict=True):
+    each_part = (
+        each.split(at_once, dim)
+        for each, dim in ((by_group, 1), (probes, 0), (probes.to(keys.device), 0))
+    )
+    for asking, some, there in zip(*each_part, strict=True):
         least, end = int(some.min()), int(some.max()) + 1
         first = 0 if window is None else max(0, least + 1 - window)
         edge = least + 1 if window is None else first  # of those that all of them see
-        unseen = ~_seen(some.to(keys.device), torch.arange(edge, end, device=keys.device), window)
+        unseen = ~_seen(there, torch.arange(edge, end, device=keys.device), window)
         shape = (kv_heads, *asking.shape[1:3], end - first)
         products, paid = room[:, : math.prod(shape)].unflatten(1, shape)
         torch.bmm(asking.flatten(1, 2), by_token[..., first:end], out=products.flatten(1, 2))

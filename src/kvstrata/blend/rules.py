@@ -1,7 +1,7 @@
 """The rules by which the tokens to recompute can be chosen."""
 
 from collections.abc import Generator
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 
@@ -26,7 +26,6 @@ __all__ = [
     "QueryRule",
     "RandomRule",
     "TwoRoundQueryRule",
-    "scored_again",
     "scored_layers",
 ]
 
@@ -44,11 +43,10 @@ def scored_layers(layers: int) -> tuple[int, ...]:
     return tuple(sorted({layers // 8, min(layers // 8 + 1, layers - 1)}))
 
 
-def scored_again(scored: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the *scored* layers at which a second round looks: up to the first with a context.
+def _up_to_a_context(scored: tuple[int, ...]) -> tuple[int, ...]:
+    """*scored* up to the first above 0: to the model's first layer a token is the same anywhere.
 
-    It runs many tokens, and on the shipped model the layers behind add little to what that one sees.
-    What a token is to the model's first layer does not depend on those before it.
+    On the shipped model the layers behind add little, and a second round costs what is run up to the last.
     """
     last = next((layer for layer in scored if layer > 0), scored[-1])
     return tuple(layer for layer in scored if layer <= last)
@@ -136,8 +134,6 @@ class QueryRule(Rule):
     turn of the same conversation.
     """
 
-    rounds: ClassVar[int] = 1
-
     def __init__(
         self,
         ratio: float = _BALANCED,
@@ -160,7 +156,7 @@ class QueryRule(Rule):
             )
         super().__init__(ratio, first_tokens=sink_tokens)
         self._probe_tokens = probe_tokens
-        self._looked_at = [scored, *[scored_again(scored)] * (self.rounds - 1)]
+        self._looked_at = [scored]  # of each round
         self._layers = layers
 
     def _chosen(
@@ -173,10 +169,11 @@ class QueryRule(Rule):
         asking = np.arange(plan.asking_from, allocated_tokens)
         run, probes = np.union1d(offer.mandatory, asking), asking[-self._probe_tokens :]
         scores, chosen = np.zeros(allocated_tokens, np.float32), _NO_POSITION
+        rounds = len(self._looked_at)
         for number, layers in enumerate(self._looked_at, 1):
             scores = np.maximum(scores, (yield ScoreAttention(run, probes, layers)))
             rest = np.setdiff1d(offer.candidates, chosen, assume_unique=True)
-            due = -(-offer.budget * number // self.rounds) - len(chosen)
+            due = -(-offer.budget * number // rounds) - len(chosen)
             run = probes = highest(scores, rest, due)
             chosen = union(chosen, run)
         return chosen
@@ -184,14 +181,32 @@ class QueryRule(Rule):
     def _scoring_tokens(self, plan: BlendPlan, offer: Offer) -> float:
         first, *others = ((layers[-1] + 1) / self._layers for layers in self._looked_at)
         asked_first = len(offer.mandatory) + plan.prompt_tokens - plan.end
-        return first * asked_first + sum(others) * offer.budget / self.rounds
+        return first * asked_first + sum(others) * offer.budget / len(self._looked_at)
 
 
 class TwoRoundQueryRule(QueryRule):
     """``QueryRule`` with half of the tokens, and then what they and the prompt's end attend to.
 
     A token that matters only through another, which was itself computed without it, is seen in the
-    second round alone; that looks at fewer layers (`scored_again`).
+    second round alone.
     """
 
-    rounds: ClassVar[int] = 2
+    def __init__(
+        self,
+        ratio: float = _BALANCED,
+        *,
+        scored: tuple[int, ...],
+        layers: int,
+        scored_again: tuple[int, ...] | None = None,
+        sink_tokens: int = SINK_TOKENS,
+        probe_tokens: int = PROBE_TOKENS,
+    ) -> None:
+        """
+        Args:
+            scored_again: At which of *scored* the second round looks, by default up to the first
+                above 0.
+        """
+        super().__init__(
+            ratio, scored=scored, layers=layers, sink_tokens=sink_tokens, probe_tokens=probe_tokens
+        )
+        self._looked_at.append(scored_again or _up_to_a_context(scored))

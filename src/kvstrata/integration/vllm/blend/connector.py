@@ -161,6 +161,7 @@ class BlendConnector(KVStrataConnector):
             positions=self._vllm_config.model_config.max_model_len,
         )
         ranks = get_tp_group()
+        windows = {layer.sliding_window for layer in attention.values()}
         runner = StepRunner(
             nested,
             list(layers.values()),
@@ -173,6 +174,6 @@ class BlendConnector(KVStrataConnector):
             moves,
             half.slot_pages(),
             runner,
-            partial(rule_of, self._config, layers=len(layers)),
+            partial(rule_of, self._config, layers=len(layers), reaches_differ=len(windows) > 1),
             ranks,
         )

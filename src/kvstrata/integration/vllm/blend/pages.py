@@ -59,8 +59,9 @@ class Strides(NamedTuple):
     def of(cls, places: torch.Tensor) -> "Strides | None":
         """Of one part of a `PageMap`; None if its elements lie otherwise."""
         first = places[0, 0, 0]
+        # 0 of a dimension of one: kernels read what is a multiple of 16 apart in wider pieces.
         strides = [
-            int(places.movedim(dim, 0)[1, 0, 0] - first) if count > 1 else 1
+            int(places.movedim(dim, 0)[1, 0, 0] - first) if count > 1 else 0
             for dim, count in enumerate(places.shape)
         ]
         each = (torch.arange(count, device=places.device) for count in places.shape)
@@ -76,18 +77,17 @@ class _Places:
     def __init__(self, places: torch.Tensor) -> None:
         """*places*: as in `PageMap`."""
         self._shape = places.shape
-        self._strides = Strides.of(places)
-        self._index = places.flatten()
+        self._where = Strides.of(places) or places.flatten()
 
     def read(self, pages: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
         """Of *chosen* ones of *pages*, (pages, elements): (chosen * tokens, heads, head size).
 
         Of all, in their own memory where that goes, if *chosen* is None.
         """
-        if self._strides is None:
+        if isinstance(self._where, torch.Tensor):
             pages = pages if chosen is None else pages.index_select(0, chosen)
-            return pages.index_select(1, self._index).view(-1, *self._shape[1:])
-        first, *strides = self._strides
+            return pages.index_select(1, self._where).view(-1, *self._shape[1:])
+        first, *strides = self._where
         view = pages.as_strided(
             (len(pages), *self._shape),
             (pages.stride(0), *strides),

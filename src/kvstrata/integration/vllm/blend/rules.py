@@ -38,7 +38,14 @@ def layers_to_score(config: Config, layers: int) -> tuple[int, ...]:
     return wanted or scored_layers(layers)
 
 
-def rule_of(config: Config, ratio: float, layers: int) -> Rule:
+def rule_of(config: Config, ratio: float, layers: int, *, reaches_differ: bool = False) -> Rule:
+    """The same for all ranks.
+
+    Args:
+        reaches_differ: Some layers have a window that others have not. One alone may not see what a
+            second round looks for. It changes little of what a rule costs, so who only asks for that
+            need not know.
+    """
     scored = layers_to_score(config, layers)
     first = config.recompute_first_tokens
     match config.blend_rule:
@@ -54,7 +61,10 @@ def rule_of(config: Config, ratio: float, layers: int) -> Rule:
         case "query":
             return QueryRule(ratio, scored=scored, layers=layers, sink_tokens=first)
         case "two_round_query":
-            return TwoRoundQueryRule(ratio, scored=scored, layers=layers, sink_tokens=first)
+            again = scored if reaches_differ else None
+            return TwoRoundQueryRule(
+                ratio, scored=scored, layers=layers, scored_again=again, sink_tokens=first
+            )
 
 
 def why_not_followed(config: Config, ratio: float) -> str | None:

@@ -141,11 +141,12 @@ class StepRunner:
         layer, pages = self._attention[number], self._layers[number]
         reach = Reach(layer.sliding_window)
         first = reach.first_needed(int(probes[0])) // pages.tokens
-        keys = pages.read_multiplied(prompt.device_blocks[first:])
+        last = int(probes[-1])
+        keys = pages.read_multiplied(prompt.device_blocks[first : last // pages.tokens + 1])
         first *= pages.tokens
         most = most_attention(
             self._taps.multiplied(number, query),
-            keys[: int(probes[-1]) + 1 - first],
+            keys[: last + 1 - first],
             probes - first,
             layer.impl.scale,
             reach.window,

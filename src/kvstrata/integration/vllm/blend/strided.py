@@ -29,6 +29,8 @@ class StridedPairs:
     def of(cls, page_map: PageMap) -> "StridedPairs | None":
         """None if elements lie otherwise."""
         tokens, heads, size = page_map.keys.shape
+        if page_map.values.shape != page_map.keys.shape:
+            return None
         keys, values = Strides.of(page_map.keys), Strides.of(page_map.values)
         if keys is None or keys.element != 1 or values != keys._replace(first=keys.first + size):
             return None
