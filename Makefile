@@ -60,7 +60,7 @@ nightly: .venv ## The state machines at length, a thousand runs of each at least
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -o faulthandler_timeout=0 \
 		tests/property tests/vllm/test_schedulers_machine.py tests/vllm/test_blend_engine.py \
 		tests/vllm/test_blend_ground.py tests/vllm/test_blend_logits.py tests/vllm/test_blend_kinds.py \
-		tests/vllm/test_blend_choices.py \
+		tests/vllm/test_blend_choices.py tests/vllm/test_blend_latents.py \
 		tests/fault/test_disk_faults.py
 
 SECONDS_OF_FUZZING ?= 60

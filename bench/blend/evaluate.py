@@ -38,7 +38,7 @@ BATCH_PROMPTS: Final = 64
 FULL: Final = "full recompute"
 NO_RECOMPUTE: Final = "no recompute"
 TWO_ROUND: Final = "two-round query"
-DEEPER: Final = "two-round query, layers 1 and 2, then 1"  # as of a deeper model
+DEEPER: Final = f"{TWO_ROUND}, layers 1 and 2, then 1"  # as of a deeper model
 
 
 class Candidate(NamedTuple):
@@ -132,8 +132,8 @@ def _with_ratio(ratio: float, layers: int) -> Iterator[Candidate]:
     yield Candidate(f"{TWO_ROUND}, with first 4", ratio, always(with_first))
     rounds: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         DEEPER: ((1, 2), (1,)),
-        "two-round query, layers 1 and 2, again": ((1, 2), (1, 2)),
-        "two-round query, layers 1 and 2, then 2": ((1, 2), (2,)),
+        f"{TWO_ROUND}, layers 1 and 2, again": ((1, 2), (1, 2)),
+        f"{TWO_ROUND}, layers 1 and 2, then 2": ((1, 2), (2,)),
         f"{TWO_ROUND}, all layers": (tuple(range(layers)), tuple(range(layers))),
     }
     for title, (scored, again) in rounds.items():

@@ -4,18 +4,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tests.vllm.oracle import VOCABULARY
+from tests.vllm.plans import LLAMA
 from transformers import Glm4Config, Glm4ForCausalLM
 
-GLM4: Final[dict[str, Any]] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 8192,
+GLM4: Final[dict[str, Any]] = LLAMA | {
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -30,5 +24,6 @@ GLM4: Final[dict[str, Any]] = {
 def write_glm4(folder: Path) -> Path:
     """With weights so large that KV of another token tells in what follows; float32."""
     torch.manual_seed(0)
-    Glm4ForCausalLM(Glm4Config(**GLM4, initializer_range=0.1)).save_pretrained(folder)
+    model = Glm4ForCausalLM(Glm4Config(**GLM4, initializer_range=0.1))
+    model.to(torch.float32).save_pretrained(folder)
     return folder

@@ -81,7 +81,7 @@ class BlendFields(BaseModel):
         description=(
             "Attention layers, from 0, whose attention says which tokens are computed anew; `hkvd` "
             "compares keys and values in the last of them. By default two behind the first eighth. What is "
-            "run to choose is run up to the last one, and in a second round up to the first above 0 "
+            "run to choose is run up to the last one, and in a second round mostly up to the first above 0 "
             "(docs/blending.md)."
         ),
         examples=["[3, 6]"],
