@@ -1,9 +1,10 @@
 """Time to first token of blended prompts, beside whole prefills of an engine without a connector.
 
-    python -m bench.blend_latency             # 9 rounds, 5 of the mix
-    python -m bench.blend_latency --quick     # 3
+    python -m bench.blend_latency             # 3 starts of both engines, 3 rounds each, 2 of the mix
+    python -m bench.blend_latency --quick     # 1 start
 
-Three parts, with two engines that take turns, A B B A:
+Two starts of the same engine differ, so there are several. Three parts, with two engines that take
+turns, A B B A:
 
 * ``documents``: prompts of 2050 tokens, of which 97.5 % are six documents that stood elsewhere before;
   half of the rest is the question.
@@ -25,7 +26,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from bench.members import asked_at_once, roomy_members
@@ -38,10 +39,14 @@ from kvstrata.core.config import Config
 from kvstrata.integration.vllm.blend.rules import rule_of
 
 __all__ = [
+    "Bench",
     "Cell",
+    "Measured",
     "Pair",
     "cells",
     "in_a_row",
+    "in_short",
+    "measure_start",
     "new_tokens",
     "prompt_of",
     "report",
@@ -171,9 +176,9 @@ def scoring_share(layers: int, block_tokens: int) -> float:
 
 
 class Bench:
-    def __init__(self, members: Mapping[str, Member], seed: int) -> None:
+    def __init__(self, members: Mapping[str, Member], drawn: random.Random) -> None:
         self._members = members
-        self._random = random.Random(seed)
+        self._random = drawn
 
     def pairs(
         self,
@@ -234,31 +239,57 @@ def _cpu_seconds(member: Member) -> float:
     return sum(used.cpu_seconds for used in member.usage().values())
 
 
-def measure(options: argparse.Namespace) -> tuple[list[Pair], list[Pair], list[Pair], float]:
-    """Pairs of the three parts, and the share of a whole prefill that choosing takes."""
+class Measured(NamedTuple):
+    """Pairs of the three parts."""
+
+    documents: list[Pair]
+    mix: list[Pair]
+    queue: list[Pair]
+
+
+def measure(options: argparse.Namespace) -> tuple[Measured, float]:
+    """The pairs of all starts, and the share of a whole prefill that choosing takes."""
     shape = small_llama(layers=options.layers, hidden=options.hidden, dtype=options.dtype)
     make_model = partial(random_model, shape=shape)
-    with roomy_members((FULL, BLEND), options.folder, make_model) as (members, model):
-        bench = Bench(members, options.seed)
-        for each in MIX[-2:]:  # warms up
-            bench.pairs(*each, 0)
-        turns = range(options.rounds)
-        documents = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i)]
-        mix = [
-            pair
-            for i in range(options.rounds // 2 + 1)
-            for shape in MIX
-            for turn in (i, i + 1)
-            for pair in bench.pairs(*shape, turn, in_a_row=in_a_row(shape[0]))
-        ]
-        queue = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i, behind=QUEUE)]
-        scoring = scoring_share(options.layers, model.engine_block_tokens)
-    return documents, mix, queue, scoring
+    drawn = random.Random(options.seed)
+    measured = Measured([], [], [])
+    for start in range(options.starts):
+        with roomy_members((FULL, BLEND), options.folder, make_model) as (members, model):
+            turns = range(start * options.rounds, (start + 1) * options.rounds)
+            found = measure_start(Bench(members, drawn), turns)
+        for all_pairs, pairs in zip(measured, found, strict=True):
+            all_pairs.extend(pairs)
+        print(f"start {start + 1}: {in_short(found)}", file=sys.stderr)
+    return measured, scoring_share(options.layers, model.engine_block_tokens)
 
 
-def report(
-    documents: Sequence[Pair], mix: Sequence[Pair], queue: Sequence[Pair], scoring: float
-) -> Iterable[str]:
+def measure_start(bench: Bench, turns: range) -> Measured:
+    """*turns* go on from start to start: who begins changes with each."""
+    for each in MIX[-2:]:  # warms up
+        bench.pairs(*each, 0)
+    documents = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i)]
+    mix = [
+        pair
+        for i in range(len(turns) // 2 + 1)
+        for shape in MIX
+        for turn in (i, i + 1)
+        for pair in bench.pairs(*shape, turn, in_a_row=in_a_row(shape[0]))
+    ]
+    queue = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i, behind=QUEUE)]
+    return Measured(documents, mix, queue)
+
+
+def in_short(measured: Measured) -> str:
+    """How one start compares with the others."""
+    blended, queued = (cells(part)[0].ratio for part in (measured.documents, measured.queue))
+    worst = worst_ratio(measured.mix)
+    return (
+        f"documents {blended:.2f}, mix at most {worst:.2f}, queue {queued:.2f} of a whole prefill"
+    )
+
+
+def report(measured: Measured, scoring: float) -> Iterable[str]:
+    documents, mix, queue = measured
     head = (
         "| tokens | known | whole prefill, ms | blending, ms | ratio | of CPU time | cached | pairs |",
         "|---" * 8 + "|",
@@ -286,18 +317,33 @@ def report(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_const", const=3, dest="rounds")
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=3,
+        choices=range(1, 100),
+        metavar="N",
+        help="of the engines; default: 3",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        choices=range(1, 100),
+        metavar="N",
+        help="of a start; default: 3",
+    )
+    parser.add_argument("--quick", action="store_const", const=1, dest="starts", help="1 start")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 128")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--folder", type=Path, help="where the engines keep files; default /tmp")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    documents, mix, queue, scoring = measure(options)
-    lines = list(report(documents, mix, queue, scoring))
+    measured, scoring = measure(options)
+    lines = list(report(measured, scoring))
     print("\n".join(lines))
-    blended = all(pair.cached_tokens > 0 for pair in documents)
+    blended = all(pair.cached_tokens > 0 for pair in measured.documents)
     if not blended:
         print("error: a prompt of known documents was not blended", file=sys.stderr)
     return 0 if blended and not any("NOT met" in line for line in lines) else 1

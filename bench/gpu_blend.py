@@ -3,6 +3,7 @@
 `make gpu` runs it where vLLM is installed; see docs/gpu.md.
 """
 
+import random
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ def rows(folder: Path) -> Iterator[Row]:
     """Raises ``EngineFailed`` for an engine that does not start, which a gate refuses, or dies."""
     make_model = partial(random_model, shape=_HALF_AN_8B)
     with roomy_members((FULL, BLEND), folder, make_model) as (members, _):
-        bench = Bench(members, seed=1)
+        bench = Bench(members, random.Random(1))
         for tokens in (PROMPT_TOKENS, _LONG_TOKENS):
             bench.pairs(tokens, SHARE, 0)  # warms up
             found = [

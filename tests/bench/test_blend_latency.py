@@ -2,14 +2,20 @@
 
 import math
 import random
+from typing import cast
 
 import pytest
 from bench.blend_latency import (
     DOCUMENTS,
     MIX,
+    SHARE,
+    Bench,
+    Measured,
     Pair,
     cells,
     in_a_row,
+    in_short,
+    measure_start,
     prompt_of,
     report,
     scoring_share,
@@ -54,9 +60,46 @@ def test_what_is_not_blended_is_judged_by_its_length() -> None:
     assert worst_ratio(whole + blended) == 1.1
 
 
-def test_every_shape_of_the_mix_has_eight_pairs_in_the_five_rounds_of_it() -> None:
-    assert [in_a_row(tokens) for tokens in (300, 1100, 2050, 4100)] == [8, 2, 1, 1]
-    assert min(5 * 2 * in_a_row(tokens) for tokens, _ in MIX) >= 8
+class Turns:
+    """Stands for a ``Bench``: notes who would begin which turn."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, float, int]] = []
+
+    def pairs(
+        self,
+        tokens: int,
+        share: float,
+        number: int,
+        *,
+        in_a_row: int = 1,
+        behind: tuple[int, ...] = (),
+    ) -> list[Pair]:
+        if not behind:
+            self.asked += [(tokens, share, number)] * in_a_row
+        return []
+
+
+def test_three_starts_have_twelve_pairs_a_shape_and_each_engine_begins_half_of_them() -> None:
+    turns = Turns()
+    for start in range(3):
+        warmed = len(turns.asked)
+        measure_start(cast("Bench", turns), range(3 * start, 3 * start + 3))
+        del turns.asked[warmed : warmed + 2]
+    for shape in MIX:
+        numbers = [number for *asked, number in turns.asked if tuple(asked) == shape]
+        assert len(numbers) == 12 * in_a_row(shape[0])
+        assert 2 * sum(number % 2 for number in numbers) == len(numbers)
+    documents = [number for tokens, share, number in turns.asked if share == SHARE]
+    assert documents == list(range(9))
+
+
+def test_a_start_is_told_in_short() -> None:
+    documents = Pair(2050, 0.975, 1.0, 0.25, 2048, 2.0, 0.5)
+    behind = Pair(2050, 0.975, 2.0, 1.0, 2048, 2.0, 2.0)
+    mix = [Pair(300, 0.0, 1.0, 1.03, 0, 1.0, 1.0)]
+    told = in_short(Measured([documents], mix, [behind]))
+    assert told == "documents 0.25, mix at most 1.03, queue 0.50 of a whole prefill"
 
 
 def test_what_choosing_takes_is_counted_in_tokens_through_the_layers_that_are_scored() -> None:
@@ -74,7 +117,7 @@ def test_the_report_says_which_bounds_are_met() -> None:
         Pair(2050, 0.6, 1.0, 0.9, 2048, 1.0, 1.3),
     ]
     behind = [Pair(2050, 0.975, 1.0, 1.3, 2048, 5.0, 4.0)]
-    lines = list(report(fast, slow, behind, 0.028))
+    lines = list(report(Measured(fast, slow, behind), 0.028))
     assert "| 2050 | 98% | 1000 | 1300 | 1.30 | 0.80 | 2048 | 1 |" in lines
     assert any(line.startswith("met     4.00 times") for line in lines)
     assert any("NOT met at most 1.20" in line for line in lines)
