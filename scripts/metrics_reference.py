@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from kvstrata.observe.histogram import SECONDS_BUCKETS
 from kvstrata.observe.metrics import CATALOGUE, Metric
-from kvstrata.observe.operations import SECONDS_BUCKETS
 
 FILE: Final = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 

@@ -2,6 +2,10 @@
 
 import re
 
+import pytest
+from tests.unit.threads import in_turns
+
+from kvstrata.core.errors import InvariantViolated
 from kvstrata.observe import metrics
 from kvstrata.observe.metrics import Counters
 
@@ -85,6 +89,37 @@ def test_a_counter_that_has_not_counted_reads_zero() -> None:
         "kvstrata_evicted_blocks_total{tier=host}": 0,
         "kvstrata_evicted_blocks_total{tier=disk}": 0,
     }
+
+
+def test_the_snapshot_has_every_counter_of_a_server_in_the_order_of_the_catalogue() -> None:
+    names = list(Counters().snapshot())
+    assert names[:3] == [
+        "kvstrata_lookups_total",
+        "kvstrata_lookup_blocks_total{tier=host}",
+        "kvstrata_lookup_blocks_total{tier=disk}",
+    ]
+    of_metrics = list(dict.fromkeys(name.partition("{")[0] for name in names))
+    counters = [metric.name for metric in metrics.CATALOGUE if metric.kind == "counter"]
+    assert of_metrics == [name for name in counters if name in of_metrics]
+
+
+def test_a_counter_does_not_go_back() -> None:
+    counters = Counters()
+    with pytest.raises(InvariantViolated, match="kvstrata_shed_blocks_total would count -1"):
+        counters.add(metrics.SHED_BLOCKS, -1)
+    assert counters.snapshot()["kvstrata_shed_blocks_total"] == 0
+
+
+def test_what_many_threads_count_is_all_counted() -> None:
+    counters = Counters()
+
+    def count() -> None:
+        for _ in range(2000):
+            counters.add(metrics.REMOTE_FAULTS, 1, metrics.REMOTE_FAULTS.values[0])
+
+    in_turns([count] * 4, lambda: None)
+    name = f"{metrics.REMOTE_FAULTS.name}{{cause={metrics.REMOTE_FAULTS.values[0]}}}"
+    assert counters.snapshot()[name] == 8000
 
 
 def test_two_servers_in_one_process_do_not_share_counters() -> None:

@@ -3,16 +3,16 @@
 from functools import partial
 
 import pytest
-from prometheus_client import CollectorRegistry
+from tests.unit.threads import in_turns
 
-from kvstrata.observe.operations import OperationMetrics
+from kvstrata.observe.histogram import SECONDS_BUCKETS
+from kvstrata.observe.operations import OperationCounts, OperationMetrics
 from kvstrata.storage.wrap import TimedStore
 from kvstrata.testing import MemoryStore
 
 
 def test_two_tiers_are_told_apart() -> None:
-    registry = CollectorRegistry()
-    metrics = OperationMetrics(registry)
+    metrics = OperationMetrics()
     ticks = iter([0.0, 0.002, 1.0, 1.5, 2.0, 2.1])
     disk, remote = (
         TimedStore(
@@ -25,30 +25,35 @@ def test_two_tiers_are_told_apart() -> None:
     disk.write([b"k" * 48], [None], [memoryview(b"abcd")])
     remote.exists([b"k" * 48])
     remote.remove([])
-
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"kvstrata_store_operation_{name}", labels)
-
-    assert value("bytes_total", tier="disk", operation="write") == 4
-    assert value("seconds_sum", tier="disk", operation="write") == 0.002
-    assert value("seconds_bucket", tier="disk", operation="write", le="0.001") == 0
-    assert value("seconds_bucket", tier="disk", operation="write", le="0.003") == 1
-    assert value("seconds_sum", tier="remote", operation="exists") == 0.5
-    assert value("bytes_total", tier="remote", operation="exists") == 0
-    assert value("seconds_count", tier="remote", operation="remove") == 1
     assert [count[:5] for count in metrics.snapshot()] == [
         ("disk", "write", 1, 0.002, 4),
         ("remote", "exists", 1, 0.5, 0),
         ("remote", "remove", 1, pytest.approx(0.1), 0),
     ]
-    within = metrics.snapshot()[0].within
-    assert within == [0] * 5 + [1] * 9  # of 0.003 seconds and more
+    assert metrics.snapshot()[0].within == [0] * 5 + [1] * 9  # of 0.003 seconds and more
 
 
-@pytest.mark.parametrize("half", ["_seconds", "_bytes"])
-def test_call_that_is_half_counted_is_left_out(half: str) -> None:
+def test_a_call_that_takes_as_long_as_a_bucket_is_within_it() -> None:
+    metrics = OperationMetrics()
+    for seconds in (SECONDS_BUCKETS[3], 2 * SECONDS_BUCKETS[-1]):
+        metrics.observe("disk", "read", seconds, 100)
+    within = [0] * 3 + [1] * (len(SECONDS_BUCKETS) - 3)
+    seconds = SECONDS_BUCKETS[3] + 2 * SECONDS_BUCKETS[-1]
+    assert metrics.snapshot() == [OperationCounts("disk", "read", 2, seconds, 200, within)]
+
+
+def test_calls_of_many_threads_are_all_counted_and_each_as_a_whole() -> None:
     """The I/O threads count while the report is made."""
-    metrics = OperationMetrics(CollectorRegistry())
-    metrics.observe("disk", "read", 0.5, 100)
-    getattr(metrics, half).labels("disk", "write")
-    assert [(c.tier, c.operation) for c in metrics.snapshot()] == [("disk", "read")]
+    metrics = OperationMetrics()
+
+    def call() -> None:
+        for _ in range(2000):
+            metrics.observe("disk", "read", 1.0, 3)
+
+    def look() -> None:
+        for counted in metrics.snapshot():
+            assert counted.moved_bytes == 3 * counted.calls == 3 * counted.seconds
+
+    in_turns([call] * 4, look)
+    (counted,) = metrics.snapshot()
+    assert counted.calls == 8000

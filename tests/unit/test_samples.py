@@ -10,7 +10,7 @@ from kvstrata.manager.manager import KVManager
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.samples import Sample, Spread, samples
 from kvstrata.observe import metrics
-from kvstrata.observe.operations import SECONDS_BUCKETS
+from kvstrata.observe.histogram import SECONDS_BUCKETS
 from kvstrata.server.exposition import exposition
 
 ONE, OTHER = keys(*range(4)), keys(*range(100, 104))

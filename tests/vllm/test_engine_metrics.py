@@ -28,7 +28,7 @@ from kvstrata.integration.vllm.engine_metrics import KVStrataStats, replayed
 from kvstrata.integration.vllm.plugin import register
 from kvstrata.manager.samples import Spread
 from kvstrata.observe import metrics
-from kvstrata.observe.operations import SECONDS_BUCKETS
+from kvstrata.observe.histogram import SECONDS_BUCKETS
 
 LABELS = ["model_name", "engine"]
 OURS = {"kv_connector": "KVStrataConnector", "kv_role": "kv_both"}

@@ -1,11 +1,8 @@
 """How long the steps of requests take, as histograms."""
 
-from bisect import bisect_left
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstrata.observe.operations import SECONDS_BUCKETS
+from kvstrata.observe.histogram import Histogram
 
 if TYPE_CHECKING:
     from kvstrata.observe.metrics import Metric
@@ -21,29 +18,22 @@ class DurationCounts(NamedTuple):
     within: list[int]  # those that took at most each of ``SECONDS_BUCKETS``
 
 
-@dataclass(slots=True)
-class _Histogram:
-    seconds: float = 0.0
-    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
-
-
 class Durations:
     """Observed durations by metric and value of its label. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._histograms: dict[tuple[Metric, str], _Histogram] = {}
+        self._histograms: dict[tuple[str, str], Histogram] = {}
 
     def observe(self, metric: "Metric", seconds: float, value: str = "") -> None:
-        histogram = self._histograms.get((metric, value))
+        histogram = self._histograms.get((metric.name, value))
         if histogram is None:
-            histogram = self._histograms[metric, value] = _Histogram()
-        histogram.seconds += seconds
-        histogram.counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
+            histogram = self._histograms[metric.name, value] = Histogram()
+        histogram.observe(seconds)
 
     def snapshot(self) -> list[DurationCounts]:
         """What has been observed; a histogram without observations is left out."""
         found = []
-        for (metric, value), histogram in self._histograms.items():
-            *within, calls = accumulate(histogram.counts)
-            found.append(DurationCounts(metric.name, value, calls, histogram.seconds, within))
+        for (name, value), histogram in self._histograms.items():
+            within, calls = histogram.cumulative()
+            found.append(DurationCounts(name, value, calls, histogram.seconds, within))
         return found

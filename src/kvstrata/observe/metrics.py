@@ -1,9 +1,9 @@
 """The metric catalogue: every name that is exported, wherever it is, and the counters of one server."""
 
+import threading
 from typing import Final, Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter
-
+from kvstrata.core.errors import InvariantViolated
 from kvstrata.observe.durations import Durations
 from kvstrata.observe.operations import OPERATION_BYTES, OPERATION_SECONDS, OperationMetrics
 
@@ -342,36 +342,33 @@ _COUNTED: Final = tuple(
 
 
 class Counters:
-    """What one server counts, in registries of its own."""
+    """What one server counts. ``add`` is thread-safe."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.operations = OperationMetrics(CollectorRegistry())
+        self.operations = OperationMetrics()
         self.durations = Durations()
         self.spared_seconds = 0.0
-        self._counters = {
-            metric: Counter(metric.name, metric.help, metric.label_names, registry=self._registry)
-            for metric in _COUNTED
-        }
-        # By metric and label; one that has not counted reads 0.
-        self._labelled = {
-            (metric, value): self._counters[metric].labels(value)
-            for metric in _COUNTED
-            for value in metric.values
+        self._lock = threading.Lock()  # guards the counts
+        self._counts = {
+            (metric.name, value): 0 for metric in _COUNTED for value in metric.values or (None,)
         }
 
     def add(self, metric: Metric, amount: int, value: str | None = None) -> None:
+        """Raises ``InvariantViolated`` for less than 0: what reads a counter takes that for a restart."""
+        if amount < 0:
+            raise InvariantViolated(f"{metric.name} would count {amount}")
         if amount:
-            counter = self._counters[metric] if value is None else self._labelled[metric, value]
-            counter.inc(amount)
+            with self._lock:
+                self._counts[metric.name, value] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """Every value by name, a labelled one as ``name{label=value}``."""
+        """Every value by name, a labelled one as ``name{label=value}``; what has not counted is 0."""
+        with self._lock:
+            counts = dict(self._counts)
         return {
-            sample.name + "".join(f"{{{k}={v}}}" for k, v in sample.labels.items()): int(
-                sample.value
-            )
-            for family in self._registry.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total")
+            metric.name + (f"{{{metric.label}={value}}}" if value else ""): counts[
+                metric.name, value
+            ]
+            for metric in _COUNTED
+            for value in metric.values or (None,)
         }

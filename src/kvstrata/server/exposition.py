@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from kvstrata.manager.report import CacheReport
 from kvstrata.manager.samples import Sample, Spread, samples
 from kvstrata.observe import metrics
-from kvstrata.observe.operations import SECONDS_BUCKETS
+from kvstrata.observe.histogram import SECONDS_BUCKETS
 
 __all__ = ["exposition"]
 

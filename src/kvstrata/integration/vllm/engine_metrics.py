@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvstrata.core.load import load_config
 from kvstrata.manager.samples import Spread
 from kvstrata.observe import metrics
+from kvstrata.observe.histogram import SECONDS_BUCKETS
 from kvstrata.observe.metrics import Metric
-from kvstrata.observe.operations import SECONDS_BUCKETS
 
 __all__ = ["KVStrataPromMetrics", "KVStrataStats", "replayed"]
 
