@@ -128,6 +128,8 @@ class Residency:
 
     def unlease(self, ids: BlockIds) -> None:
         """Return leases; what a reset has taken from the index frees its slot with the last."""
+        if not len(ids):
+            return
         self._host.catch_up()
         self._disk.catch_up()
         self.index.unlease(ids)
@@ -185,8 +187,9 @@ class Residency:
         return slots
 
     def release_slots(self, slots: Slots) -> None:
-        self._memory.disown(slots)
-        self._slots.release(slots)
+        if len(slots):
+            self._memory.disown(slots)
+            self._slots.release(slots)
 
     def reserve(self, ids: BlockIds, slots: Slots, bit: int) -> None:
         """*slots* wait for the bytes of *ids*, which somebody writes (*bit* is ``WRITING``) or
@@ -212,6 +215,8 @@ class Residency:
 
     def abandon(self, ids: BlockIds) -> Slots:
         """The bytes of *ids*, reserved as ``WRITING``, do not come. Their slots, still taken."""
+        if not len(ids):
+            return _NO_BLOCKS
         slots: Slots = self.index.host_slot[ids]
         self.index.host_slot[ids] = NO_SLOT
         self.index.clear_where(ids, WRITING)
