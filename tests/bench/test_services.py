@@ -157,6 +157,17 @@ def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
+@pytest.mark.parametrize("found", ["libtcmalloc_minimal.so.4", None])
+def test_engines_start_with_tcmalloc_where_there_is_one_and_nobody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    monkeypatch.setattr("kvstrata.bench.fleet.find_library", lambda _: found)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert bench_environment(None).get("LD_PRELOAD") == found
+    monkeypatch.setenv("LD_PRELOAD", "another.so")
+    assert bench_environment(None)["LD_PRELOAD"] == "another.so"
+
+
 def test_an_engine_takes_memory_from_the_kernel_once() -> None:
     program = """
 import ctypes, resource
