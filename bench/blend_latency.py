@@ -1,6 +1,6 @@
 """Time to first token of blended prompts, beside whole prefills of an engine without a connector.
 
-    python -m bench.blend_latency             # 3 starts of both engines, 3 rounds each, 2 of the mix
+    python -m bench.blend_latency             # 3 starts of both engines, 3 rounds each
     python -m bench.blend_latency --quick     # 1 start
 
 Two starts of the same engine differ, so there are several. Three parts, with two engines that take
@@ -270,10 +270,9 @@ def measure_start(bench: Bench, turns: range) -> Measured:
     documents = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i)]
     mix = [
         pair
-        for i in range(len(turns) // 2 + 1)
+        for i in turns
         for shape in MIX
-        for turn in (i, i + 1)
-        for pair in bench.pairs(*shape, turn, in_a_row=in_a_row(shape[0]))
+        for pair in bench.pairs(*shape, i, in_a_row=in_a_row(shape[0]))
     ]
     queue = [pair for i in turns for pair in bench.pairs(PROMPT_TOKENS, SHARE, i, behind=QUEUE)]
     return Measured(documents, mix, queue)
@@ -317,22 +316,9 @@ def report(measured: Measured, scoring: float) -> Iterable[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--starts",
-        type=int,
-        default=3,
-        choices=range(1, 100),
-        metavar="N",
-        help="of the engines; default: 3",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        choices=range(1, 100),
-        metavar="N",
-        help="of a start; default: 3",
-    )
+    number = partial(parser.add_argument, type=int, default=3, choices=range(1, 100), metavar="N")
+    number("--starts", help="of the engines; default: 3")
+    number("--rounds", help="of a start; default: 3")
     parser.add_argument("--quick", action="store_const", const=1, dest="starts", help="1 start")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 128")

@@ -1,6 +1,6 @@
 """What clients say of their tasks, and what it moves."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -99,7 +99,9 @@ class Moves:
 
     def expire(self) -> None:
         """Take back the slots that workers without a connection cannot be writing to any more."""
-        self._release(self._sessions.expire())
+        slots = self._sessions.expire()
+        if slots:
+            self._release(slots)
 
     def _ended(self, task: GetTask | PutTask, state: TaskState, blocks: int) -> None:
         """The copies of *task* have ended, *blocks* of them as they should."""
@@ -120,9 +122,8 @@ class Moves:
         self._pins.give_up(lost)
         self._cache.doubt(lost)
 
-    def _release(self, slots: Sequence[int]) -> None:
-        if slots:
-            self._cache.release_slots(np.array(slots, np.int32))
+    def _release(self, slots: Iterable[int]) -> None:
+        self._cache.release_slots(np.fromiter(slots, np.int32))
 
     def _moved(
         self, task_ids: Sequence[int], owner: int, event: TaskEvent
