@@ -5,7 +5,7 @@ from typing import Final, Literal, NamedTuple
 
 from kvstrata.core.errors import InvariantViolated
 from kvstrata.observe.durations import Durations
-from kvstrata.observe.operations import OPERATION_BYTES, OPERATION_SECONDS, OperationMetrics
+from kvstrata.observe.operations import OperationMetrics
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -148,14 +148,14 @@ SAVE_SECONDS: Final = Metric(
     kind="histogram",
 )
 STORE_SECONDS: Final = Metric(
-    OPERATION_SECONDS,
+    "kvstrata_store_operation_seconds",
     "Duration of calls to a store, each for a batch of blocks, failed ones included.",
     ("disk", "remote"),
     kind="histogram",
     labels=("tier", "operation"),
 )
 STORE_BYTES: Final = Metric(
-    OPERATION_BYTES,
+    "kvstrata_store_operation_bytes_total",
     "Bytes of the blocks that a store has read or newly stored.",
     ("disk", "remote"),
     labels=("tier", "operation"),
@@ -339,6 +339,12 @@ _COUNTED: Final = tuple(
     if metric.kind == "counter"
     and metric not in OF_ENGINES | {SAVED_BYTES, SPARED_SECONDS, STORE_BYTES}
 )
+# What each is called in a report, by its name and the value of its label.
+_SAMPLES: Final = {
+    (metric.name, value): metric.name + (f"{{{metric.label}={value}}}" if value else "")
+    for metric in _COUNTED
+    for value in metric.values or (None,)
+}
 
 
 class Counters:
@@ -349,9 +355,7 @@ class Counters:
         self.durations = Durations()
         self.spared_seconds = 0.0
         self._lock = threading.Lock()  # guards the counts
-        self._counts = {
-            (metric.name, value): 0 for metric in _COUNTED for value in metric.values or (None,)
-        }
+        self._counts = dict.fromkeys(_SAMPLES, 0)
 
     def add(self, metric: Metric, amount: int, value: str | None = None) -> None:
         """Raises ``InvariantViolated`` for less than 0: what reads a counter takes that for a restart."""
@@ -364,11 +368,4 @@ class Counters:
     def snapshot(self) -> dict[str, int]:
         """Every value by name, a labelled one as ``name{label=value}``; what has not counted is 0."""
         with self._lock:
-            counts = dict(self._counts)
-        return {
-            metric.name + (f"{{{metric.label}={value}}}" if value else ""): counts[
-                metric.name, value
-            ]
-            for metric in _COUNTED
-            for value in metric.values or (None,)
-        }
+            return {_SAMPLES[key]: count for key, count in self._counts.items()}

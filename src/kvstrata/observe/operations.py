@@ -1,12 +1,11 @@
 """How long calls to the stores take, and how many bytes they move: the sink of ``TimedStore``."""
 
 import threading
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 from kvstrata.observe.histogram import Histogram
-
-OPERATION_SECONDS: Final = "kvstrata_store_operation_seconds"
-OPERATION_BYTES: Final = "kvstrata_store_operation_bytes_total"
 
 
 class OperationCounts(NamedTuple):
@@ -20,29 +19,34 @@ class OperationCounts(NamedTuple):
     within: list[int]  # calls that took at most each of ``SECONDS_BUCKETS``
 
 
+@dataclass(slots=True)
+class _Calls:
+    durations: Histogram = field(default_factory=Histogram)
+    moved_bytes: int = 0
+
+
 class OperationMetrics:
     """By tier and operation, for any number of tiers. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what is below
-        self._seconds: dict[tuple[str, str], Histogram] = {}
-        self._bytes: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()  # guards the calls
+        self._calls: dict[tuple[str, str], _Calls] = {}
 
     def observe(self, tier: str, operation: str, seconds: float, moved_bytes: int) -> None:
         """Count one call. Bind *tier* with ``functools.partial`` to make the sink of one store."""
-        key = tier, operation
         with self._lock:
-            if key not in self._seconds:
-                self._seconds[key], self._bytes[key] = Histogram(), 0
-            self._seconds[key].observe(seconds)
-            self._bytes[key] += moved_bytes
+            calls = self._calls.get((tier, operation))
+            if calls is None:
+                calls = self._calls[tier, operation] = _Calls()
+            calls.durations.observe(seconds)
+            calls.moved_bytes += moved_bytes
 
     def snapshot(self) -> list[OperationCounts]:
         """What has been counted, for each tier and operation that was called."""
         found = []
         with self._lock:
-            for key in sorted(self._seconds):
-                within, calls = self._seconds[key].cumulative()
-                seconds = self._seconds[key].seconds
-                found.append(OperationCounts(*key, calls, seconds, self._bytes[key], within))
+            for key, calls in sorted(self._calls.items(), key=itemgetter(0)):
+                within, number = calls.durations.cumulative()
+                seconds = calls.durations.seconds
+                found.append(OperationCounts(*key, number, seconds, calls.moved_bytes, within))
         return found
